@@ -1,0 +1,34 @@
+# The commands of this project. `make help` lists them; each does the set-up that it needs.
+PYTHON := .venv/bin/python
+
+# One thread a process: engine, trainer and servers share the cores, and OpenMP's spinning starves them otherwise.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-quick check bench
+
+help: ## List these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## Install everything into .venv (uv, Python packages); does nothing when that is done
+	@sh deploy/setup.sh
+
+demo: setup ## Watch a tiny language model learn from multi-turn conversations (about 6 minutes)
+	.venv/bin/segue train --config examples/first_words/run.toml
+
+test: setup ## Run all tests, the real engine, trainer, Redis protocol and Ray included
+	$(PYTHON) -m pytest
+
+test-quick: setup ## Run the tests that take seconds
+	$(PYTHON) -m pytest -m "not slow"
+
+check: setup ## Lint, format, types, layers, sizes and names
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/pyright
+	.venv/bin/lint-imports
+	$(PYTHON) checks/house.py
+
+bench: setup ## Run every benchmark; each prints a table and writes benchmarks/results/<name>.json
+	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(PYTHON) "$$file" || exit 1; done
