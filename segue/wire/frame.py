@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from segue.errors import CodecError
 
-type JSON = None | bool | int | float | str | Sequence[JSON] | Mapping[str, JSON]
+type JSON = bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None
 
 VERSION = 1
 ALIGNMENT_BYTES = 64

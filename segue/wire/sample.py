@@ -2,15 +2,24 @@
 
 Invariants: all per-token arrays have the same length n; a token with `loss_mask == 0` has `logprobs == 0.0` and
 `turn_index == -1`; every token with `loss_mask == 1` lies in exactly one version span; `routes` has n - 1 rows,
-because the last token was never fed to the model.
+because the last token was never fed to the model. `sample_to_frame` and `sample_from_frame` both prove them.
+
+The arrays of a frame and its bytes are frozen (tests/golden/frames): a later field is left out of the frame unless its
+writer asks for it, so that readers of today get the same bytes.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from segue.errors import CodecError
+from segue.wire.frame import decode_frame, encode_frame, payload_digest
 
 ROW_DECODED, ROW_RECOMPUTED, ROW_ABSENT = 0, 1, 2
 """Provenance of a route row: recorded when its token was fed, re-made by a later prefill, or not there at all."""
@@ -43,3 +52,153 @@ class Sample:
     routes: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     routes_provenance: NDArray[np.uint8] | None = None
     metadata: dict[str, str] = field(default_factory=dict)
+
+
+FRAME_KIND = "sample"
+
+_REQUIRED: dict[str, tuple[type[np.generic], int]] = {
+    "tokens": (np.int32, 1),
+    "loss_mask": (np.uint8, 1),
+    "logprobs": (np.float32, 1),
+    "turn_index": (np.int32, 1),
+    "version_spans": (np.int32, 2),
+    "turn_rewards": (np.float32, 1),
+}
+"""Pinned dtype and number of dimensions of each array, in the order in which they lie in the frame."""
+_ROUTES = ("routes", "routes_provenance")
+
+
+class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Header of a sample frame. `digest`: sha256 of the bytes of all arrays, one after another."""
+
+    sample_id: str
+    rollout_id: str
+    session_id: str
+    group_id: str
+    member: int
+    reward: float
+    temperature: float
+    metadata: dict[str, str]
+    digest: str
+
+
+def sample_to_frame(sample: Sample) -> bytes:
+    """The sample as frame bytes; equal samples give equal bytes. Raises CodecError naming the broken invariant."""
+    check_sample(sample)
+    arrays: dict[str, NDArray[Any]] = {name: getattr(sample, name) for name in _REQUIRED}
+    if sample.routes is not None and sample.routes_provenance is not None:
+        arrays |= {"routes": sample.routes, "routes_provenance": sample.routes_provenance}
+    header = _Fields(
+        sample.sample_id,
+        sample.rollout_id,
+        sample.session_id,
+        sample.group_id,
+        sample.member,
+        sample.reward,
+        sample.temperature,
+        dict(sorted(sample.metadata.items())),
+        payload_digest(arrays.values()),
+    )
+    return encode_frame(FRAME_KIND, msgspec.structs.asdict(header), arrays)
+
+
+def sample_from_frame(data: bytes | memoryview, *, verify: bool = True) -> Sample:
+    """The sample in a frame; its arrays are read-only views into `data`.
+
+    verify: also compare the digest in the header; not needed for bytes that a blob store has just proved.
+    Raises CodecError naming what is missing, unknown, damaged or against an invariant.
+    """
+    frame = decode_frame(data)
+    if frame.kind != FRAME_KIND:
+        raise CodecError(f"frame is a '{frame.kind}', expected a '{FRAME_KIND}'")
+    try:
+        fields = msgspec.convert(frame.header, _Fields)
+    except msgspec.ValidationError as error:
+        raise CodecError(f"sample frame header: {error}") from error
+    names = tuple(frame.arrays)
+    if names not in ((*_REQUIRED,), (*_REQUIRED, *_ROUTES)):
+        raise CodecError(
+            f"sample frame has the arrays {list(names)}, expected {[*_REQUIRED]} and, or not, {[*_ROUTES]}"
+        )
+    if verify and payload_digest(frame.arrays.values()) != fields.digest:
+        raise CodecError(f"sample {fields.sample_id}: the arrays do not hash to the digest in the header")
+    values: dict[str, Any] = {**msgspec.structs.asdict(fields), **frame.arrays}
+    del values["digest"]
+    sample = Sample(**values)
+    check_sample(sample)
+    return sample
+
+
+def check_sample(sample: Sample) -> None:
+    """Raise CodecError unless the sample keeps every invariant of this module."""
+    for name, (dtype, ndim) in _REQUIRED.items():
+        array: NDArray[Any] = getattr(sample, name)
+        if array.dtype != np.dtype(dtype) or array.ndim != ndim:
+            wrong = f"{array.dtype}{list(array.shape)}, expected {np.dtype(dtype)} with {ndim} dimensions"
+            raise _broken(sample, f"{name} is {wrong}")
+    if not (math.isfinite(sample.reward) and math.isfinite(sample.temperature) and sample.temperature >= 0):
+        raise _broken(sample, f"reward {sample.reward} or temperature {sample.temperature} is not a usable number")
+    _check_tokens(sample)
+    _check_spans(sample)
+    _check_routes(sample)
+
+
+def _check_tokens(sample: Sample) -> None:
+    n = len(sample.tokens)
+    if n == 0:
+        raise _broken(sample, "there are no tokens")
+    for name in ("loss_mask", "logprobs", "turn_index"):
+        if len(getattr(sample, name)) != n:
+            raise _broken(sample, f"{name} has {len(getattr(sample, name))} entries for {n} tokens")
+    trained, turns = sample.loss_mask == 1, len(sample.turn_rewards)
+    _refuse(sample, sample.tokens < 0, "a token id is negative")
+    _refuse(sample, sample.loss_mask > 1, "loss_mask is neither 0 nor 1")
+    _refuse(sample, ~np.isfinite(sample.logprobs), "the log-prob is not finite")
+    _refuse(sample, ~trained & (sample.logprobs != 0), "a token outside the loss has a log-prob")
+    _refuse(sample, ~trained & (sample.turn_index != -1), "a token outside the loss belongs to a turn")
+    _refuse(
+        sample,
+        trained & ((sample.turn_index < 0) | (sample.turn_index >= turns)),
+        f"turn_index is not one of the {turns} turns",
+    )
+
+
+def _check_spans(sample: Sample) -> None:
+    n, spans = len(sample.tokens), sample.version_spans
+    if spans.shape[1] != 3:
+        raise _broken(sample, f"version_spans is [{spans.shape[0]}, {spans.shape[1]}], expected [k, 3]")
+    previous = 0
+    for start, end, version in spans.tolist():
+        if not previous <= start < end <= n or version < 0:
+            raise _broken(
+                sample, f"version span ({start}, {end}, {version}) is empty, out of order or beyond {n} tokens"
+            )
+        previous = end
+    covered = np.zeros(n, np.bool_)
+    for start, end, _ in spans.tolist():
+        covered[start:end] = True
+    _refuse(sample, (sample.loss_mask == 1) & ~covered, "no version span covers a token of the loss")
+
+
+def _check_routes(sample: Sample) -> None:
+    routes, provenance, rows = sample.routes, sample.routes_provenance, len(sample.tokens) - 1
+    if routes is None and provenance is None:
+        return
+    if routes is None or provenance is None:
+        raise _broken(sample, "routes and routes_provenance come together or not at all")
+    if routes.dtype not in (np.uint8, np.uint16) or routes.ndim != 3 or len(routes) != rows:
+        found = f"{routes.dtype}{list(routes.shape)}"
+        raise _broken(sample, f"routes is {found}, expected uint8 or uint16 [{rows}, layers, top_k]")
+    if provenance.dtype != np.uint8 or provenance.shape != (rows,):
+        found = f"{provenance.dtype}{list(provenance.shape)}"
+        raise _broken(sample, f"routes_provenance is {found}, expected uint8[{rows}]")
+    _refuse(sample, provenance > ROW_ABSENT, "routes_provenance has an unknown value", "row")
+
+
+def _refuse(sample: Sample, wrong: NDArray[np.bool_], what: str, unit: str = "token") -> None:
+    if wrong.any():
+        raise _broken(sample, f"{what} ({unit} {int(wrong.argmax())})")
+
+
+def _broken(sample: Sample, what: str) -> CodecError:
+    return CodecError(f"sample {sample.sample_id}: {what}")
