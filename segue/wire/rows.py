@@ -1,0 +1,131 @@
+"""Route rows: which experts the engine chose for each token it was fed, held once and narrow.
+
+A row belongs to a token *fed* to the model: n tokens have n - 1 rows of [layers, top_k], because the last sampled token
+was never fed. Row i is that of token i.
+
+Invariants of the ledger: rows lie without gap or overlap from 0 on; a row that is recorded is never replaced, whatever
+the engine sends later, because a later pass chose with other weights than those that gave the log-probs; each row keeps
+how it was made (ROW_*). A ledger is a value: `append` gives a new one that shares the rows, so branches of a session
+share their stem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segue.errors import CodecError
+from segue.wire.sample import ROW_ABSENT, ROW_DECODED
+
+type NarrowRows = NDArray[np.uint8] | NDArray[np.uint16]
+"""[rows, layers, top_k]; widened to what the trainer needs as late as possible."""
+
+
+def row_dtype(experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
+    """uint8 up to 256 experts, else uint16. Raises CodecError for a number of experts that has no row dtype."""
+    if not 0 < experts <= 65536:
+        raise CodecError(f"rows of {experts} experts cannot be stored: there must be 1 to 65536")
+    return np.dtype(np.uint8) if experts <= 256 else np.dtype(np.uint16)
+
+
+def narrow(rows: NDArray[np.int32], experts: int) -> NarrowRows:
+    """rows: int32[r, layers, top_k] as the engine sends them. Raises CodecError naming the first bad expert's row."""
+    dtype = row_dtype(experts)
+    if rows.ndim != 3 or rows.dtype.kind not in "iu":
+        raise CodecError(f"route rows are {rows.dtype}{list(rows.shape)}, expected int32[rows, layers, top_k]")
+    if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= experts):
+        row, layer, choice = (int(axis[0]) for axis in np.nonzero((rows < 0) | (rows >= experts)))
+        bad = int(rows[row, layer, choice])
+        raise CodecError(f"route row {row}, layer {layer}: expert {bad} is not one of the model's {experts}")
+    return rows.astype(np.uint8) if dtype == np.uint8 else rows.astype(np.uint16)
+
+
+def increment(rows: NDArray[Any], *, start: int, tokens: int) -> NDArray[Any]:
+    """The rows [start, tokens - 1) of an engine's answer that was asked for exactly those.
+
+    tokens: prompt and output together. A full payload from row 0 is cut to what was asked for. Raises CodecError
+    with the first row that is missing or too many.
+    """
+    total = max(0, tokens - 1)
+    if len(rows) == total:
+        return rows[start:]
+    end = start + len(rows)
+    if end != total:
+        wrong = f"row {end} is missing" if end < total else f"row {total} belongs to no fed token"
+        raise CodecError(
+            f"the engine sent {len(rows)} route rows, expected {total - start} "
+            f"(from row {start} on, for {tokens} tokens): {wrong}"
+        )
+    return rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    start: int
+    rows: NarrowRows
+    provenance: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowLedger:
+    """The rows of one path through a session. layers, top_k, experts: of the model, the same for every row."""
+
+    layers: int
+    top_k: int
+    experts: int
+    total: int = 0
+    """Rows held, which is also the first row to ask the engine for."""
+    _chunks: tuple[_Chunk, ...] = field(default=(), repr=False)
+
+    def append(self, start: int, rows: NarrowRows, provenance: NDArray[np.uint8] | int = ROW_DECODED) -> RowLedger:
+        """This ledger and `rows` from row `start` on, which must be `total`.
+
+        rows: `row_dtype(experts)` [r, layers, top_k], copied; provenance: ROW_*, one for all or uint8[r].
+        Raises CodecError for a gap, an overlap, a wrong shape, dtype or count, naming the row.
+        """
+        if start > self.total:
+            raise CodecError(f"route rows {self.total} to {start - 1} are missing: the next ones start at {start}")
+        if start < self.total:
+            raise CodecError(f"route row {start} is recorded already: {self.total} rows are, and recorded rows stay")
+        if rows.dtype != row_dtype(self.experts) or rows.ndim != 3 or rows.shape[1:] != (self.layers, self.top_k):
+            expected = f"{row_dtype(self.experts)}[rows, {self.layers}, {self.top_k}]"
+            raise CodecError(f"route rows from {start} are {rows.dtype}{list(rows.shape)}, expected {expected}")
+        made = np.full(len(rows), provenance, np.uint8) if isinstance(provenance, int) else provenance.copy()
+        if made.dtype != np.uint8 or made.shape != (len(rows),):
+            raise CodecError(f"{len(rows)} route rows from {start} have the provenance {made.dtype}{list(made.shape)}")
+        if (made > ROW_ABSENT).any():
+            raise CodecError(f"route row {start + int((made > ROW_ABSENT).argmax())} has an unknown provenance")
+        if len(rows) == 0:
+            return self
+        return replace(self, total=start + len(rows), _chunks=(*self._chunks, _Chunk(start, rows.copy(), made)))
+
+    def append_absent(self, start: int, count: int) -> RowLedger:
+        """This ledger and `count` rows that the engine did not give: zeros, marked ROW_ABSENT. Raises as `append`."""
+        zeros: NarrowRows = np.zeros((count, self.layers, self.top_k), row_dtype(self.experts))
+        return self.append(start, zeros, ROW_ABSENT)
+
+    def known_rows(self, committed_tokens: int) -> int:
+        """Rows that so many committed tokens have. Raises CodecError if the ledger does not hold just these."""
+        rows = max(0, committed_tokens - 1)
+        if rows != self.total:
+            which = f"row {self.total} is missing" if self.total < rows else f"row {rows} belongs to no fed token"
+            raise CodecError(
+                f"{committed_tokens} committed tokens have {rows} route rows, recorded are {self.total}: {which}"
+            )
+        return rows
+
+    def slice(self, start: int, end: int) -> tuple[NarrowRows, NDArray[np.uint8]]:
+        """Rows [start, end) and their provenance, copied together. Raises CodecError beyond what is recorded."""
+        if not 0 <= start <= end <= self.total:
+            raise CodecError(f"route rows {start} to {end} are not all there: {self.total} are recorded")
+        rows: NarrowRows = np.empty((end - start, self.layers, self.top_k), row_dtype(self.experts))
+        provenance = np.empty(end - start, np.uint8)
+        for chunk in self._chunks:
+            begin, stop = max(start, chunk.start), min(end, chunk.start + len(chunk.rows))
+            if begin < stop:
+                rows[begin - start : stop - start] = chunk.rows[begin - chunk.start : stop - chunk.start]
+                provenance[begin - start : stop - start] = chunk.provenance[begin - chunk.start : stop - chunk.start]
+        return rows, provenance
