@@ -8,6 +8,8 @@
     │   ├── ConflictError      a second fact of one logical key with other identity fields
     │   ├── SessionSeqError    another process appended to the session first
     │   ├── LogCorruptError    a torn tail, a broken hash chain, a log that went back in time
+    │   ├── LogTrimmedError    the positions asked for live in sealed segments only
+    │   ├── LogSealedError     a sealed log takes no appends
     │   └── LogUnavailable     the log server does not answer (retryable)
     ├── CodecError             bytes that do not decode to what they claim to be
     ├── BlobError              a blob that is missing, damaged or outside its root
@@ -56,6 +58,14 @@ class SessionSeqError(LogError):
 
 class LogCorruptError(LogError):
     """The log's bytes contradict themselves (torn tail, hash chain, rewound positions)."""
+
+
+class LogTrimmedError(LogError):
+    """The live log no longer holds these positions; sealed segments do."""
+
+
+class LogSealedError(LogError):
+    """The log is a sealed file: it can only be read."""
 
 
 class LogUnavailable(LogError):
