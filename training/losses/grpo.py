@@ -47,6 +47,8 @@ class GrpoLoss:
         advantages = torch.where(mask, inputs.advantages, 0.0)
         clipped = ratio.clamp(1 - o.clip_low, 1 + o.clip_high)
         losses = torch.maximum(-ratio * advantages, -clipped * advantages)
+        cut = (-clipped > -ratio) == (advantages > 0)
+        cut &= (clipped != ratio) & (advantages != 0) & mask
         kl = (-log_ratio).exp() - 1 + log_ratio
         if o.kl_coef > 0:
             losses = losses + o.kl_coef * kl
@@ -54,7 +56,6 @@ class GrpoLoss:
             losses = losses - o.entropy_coef * inputs.entropies
         losses = torch.where(mask, losses, 0.0)
         entropies = torch.where(mask, inputs.entropies, 0.0).detach()
-        cut = (losses.detach() > -ratio.detach() * advantages) & (clipped != ratio) & mask
         return LossOutputs(
             loss_sum=losses.sum(),
             tokens=int(mask.sum()),

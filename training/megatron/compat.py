@@ -166,6 +166,7 @@ def _quiet_import() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r".*(Apex|apex|Transformer Engine|transformer_engine).*")
         warnings.filterwarnings("ignore", message="full scope is deprecated")
+        warnings.filterwarnings("ignore", message="Mimo.* is experimental")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", category=SyntaxWarning)
