@@ -20,7 +20,10 @@ class RunStarted(Body):
 
 @fact("run.resumed", emitter="controller", follows="TrainerReady")
 class RunResumed(Body):
-    """The controller came back to a run that the log knows already (after a crash, or by `--resume`)."""
+    """The controller came back to a run that the log knows already.
+
+    `whole`: every process of the run is new (`--resume`); otherwise only the controller is, and the others go on.
+    """
 
     run_id: str
     config: str
@@ -28,6 +31,7 @@ class RunResumed(Body):
     decide_version: int
     lineage: int
     restart: int
+    whole: bool
 
 
 @command("run.stop", handler="supervisor", key=("reason", "restart"), follows="RunStopped within 60 s")

@@ -62,6 +62,8 @@ class RolloutReserved(Body):
     member: int
     seed: int
     deadline_wall_s: float
+    worker: str = ""
+    """`name/incarnation` of the environment worker; a new incarnation of a name ends the leases of the old one."""
 
 
 @fact("work.rollout_received", emitter="session server", key=("rollout_id",), identity=("session_id",))

@@ -1,0 +1,185 @@
+"""The rollout actor: owns one engine process, carries out the commands for it, reports what becomes of it.
+
+The engine is the actor's child and is started again by it. A command that meets a dead engine waits for the next
+incarnation; every engine call has a deadline, and an engine that answers wrongly too often is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import socket
+from pathlib import Path
+
+import msgspec
+
+from actors.commands import CommandStream
+from actors.engines import EngineControl, EngineOptions, EngineProcess, launch_spec
+from segue import boot
+from segue.boot import RunContext
+from segue.errors import EngineError, EngineUnavailable
+from segue.events import engine, offload, run
+from segue.ids import fresh_id
+from segue.log import Delivery, Writer, open_log
+from segue.ports import free_port
+
+log = logging.getLogger("actors.rollout")
+
+BACKOFF_FIRST_S, BACKOFF_LAST_S = 0.5, 20.0
+FAILED_STARTS = 2
+"""An engine that fails to start this often before it was ever up ends the run: its configuration is wrong."""
+COMMAND_TRIES = 3
+FLUSH_TIMEOUT_S = 10.0
+
+
+class RolloutActor:
+    """One engine and its command stream. `run()` returns only by cancellation or by an error that ends the actor."""
+
+    def __init__(self, run_dir: str, engine_id: str) -> None:
+        boot.die_with_parent()
+        self.ctx = RunContext.load(Path(run_dir))
+        self.engine_id = engine_id
+        boot.configure_logging(self.ctx.run_dir, engine_id)
+        self.process: EngineProcess | None = None
+        self.control: EngineControl | None = None
+        self.incarnation = ""
+        self.up = asyncio.Event()
+        self.starts = 0
+
+    async def run(self) -> None:
+        events = await open_log(self.ctx)
+        try:
+            async with await Writer.open(events, self.engine_id) as writer:
+                stream = CommandStream(events, writer, self.engine_id, self.engine_id)
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._keep_engine(writer))
+                    group.create_task(self._serve(stream, writer))
+        finally:
+            if self.process is not None:
+                await self.process.stop()
+            await events.close()
+
+    async def pid(self) -> int:
+        """Process id of the engine's root process, 0 while there is none."""
+        return 0 if self.process is None else self.process.pid
+
+    async def _keep_engine(self, writer: Writer) -> None:
+        failures = 0
+        while True:
+            try:
+                await self._start(writer)
+            except EngineError as error:
+                failures += 1
+                log.error("start failed: %s", error)
+                if failures >= FAILED_STARTS and self.starts == 0:
+                    await writer.append(run.AlarmRaised("fatal", self.engine_id, str(error)))
+                await self._back_off(writer, failures, -1)
+                continue
+            failures = 0
+            assert self.process is not None
+            code = await self.process.wait()
+            self.up.clear()
+            reason = f"the engine process ended with exit code {code}"
+            await writer.append(engine.EngineLost(self.engine_id, self.incarnation, reason))
+            await self.process.stop()
+            await self._back_off(writer, 1, code)
+
+    async def _back_off(self, writer: Writer, failures: int, code: int) -> None:
+        pause_s = min(BACKOFF_FIRST_S * 2.0**failures, BACKOFF_LAST_S)
+        self.starts += 1 if code != -1 else 0
+        await writer.append(run.ProcessRestarted(self.engine_id, self.starts, code, pause_s))
+        await asyncio.sleep(pause_s)
+
+    def _options(self, port: int) -> EngineOptions:
+        config = self.ctx.config
+        return EngineOptions(
+            model_path=config.model.path,
+            port=port,
+            device=config.engine.device,
+            dtype=config.model.dtype,
+            max_total_tokens=config.engine.max_total_tokens,
+            max_running_requests=config.engine.max_running_requests,
+            mem_fraction_static=config.engine.mem_fraction_static,
+            context_length=config.engine.context_length,
+            return_routed_experts=config.r3.enabled,
+            random_seed=config.run.seed,
+            log_file=self.ctx.run_dir / "logs" / f"{self.engine_id}.engine.log",
+            fake_token_s=config.engine.fake_token_s,
+            extra_args=config.engine.extra_args,
+        )
+
+    async def _start(self, writer: Writer) -> None:
+        began_s = writer.clock.mono_s()
+        host = "127.0.0.1" if not self.ctx.config.ray.address else socket.gethostbyname(socket.gethostname())
+        options = msgspec.structs.replace(self._options(free_port(host)), host=host)
+        self.process = EngineProcess(launch_spec(self.ctx.config.engine.kind, options), options)
+        await self.process.start(self.ctx.config.engine.start_deadline_s)
+        self.control = EngineControl(self.process.url, self.engine_id)
+        await self.control.probe()
+        checksum = checksum_digest(await self.control.checksums())
+        self.incarnation = fresh_id("inc")
+        fact = engine.EngineStarted(
+            self.engine_id, self.incarnation, self.process.url, self.ctx.config.engine.kind, 0, checksum,
+            writer.clock.mono_s() - began_s,
+        )  # fmt: skip
+        await writer.append(fact)
+        self.up.set()
+
+    async def _serve(self, stream: CommandStream, writer: Writer) -> None:
+        async for delivery in stream:
+            tries = 0
+            while True:
+                await self.up.wait()
+                try:
+                    async with stream.kept(delivery):
+                        await self._handle(delivery, writer)
+                    break
+                except EngineUnavailable as error:
+                    log.warning("%s: %s", delivery.event.envelope.type, error)
+                    await asyncio.sleep(0.2)
+                except EngineError as error:
+                    tries += 1
+                    log.error("%s: %s", delivery.event.envelope.type, error)
+                    if tries >= COMMAND_TRIES and self.process is not None:
+                        self.up.clear()
+                        await self.process.stop()
+                        tries = 0
+            await stream.done(delivery)
+
+    async def _handle(self, delivery: Delivery, writer: Writer) -> None:
+        assert self.control is not None
+        cause, body = delivery.event.id, delivery.event.body
+        match body:
+            case engine.PauseEngines():
+                await writer.append(await self._pause(body, writer), cause=cause)
+            case engine.ResumeEngines():
+                await self.control.resume()
+                await writer.append(engine.EngineResumed(body.pause, self.engine_id, body.version), cause=cause)
+            case offload.Release():
+                await self.control.release(body.tags)
+                await writer.append(offload.Released(body.pause, body.owner, body.tags, 0, 0, 0, 0), cause=cause)
+            case offload.Onload():
+                await self.control.onload(body.tags)
+                await writer.append(offload.Onloaded(body.pause, body.owner, body.tags, 0, 0, 0, 0), cause=cause)
+            case _:
+                detail = f"{delivery.event.envelope.type} is no command for an engine"
+                await writer.append(run.AlarmRaised("refused", self.engine_id, detail), cause=cause)
+
+    async def _pause(self, body: engine.PauseEngines, writer: Writer) -> engine.EnginePaused:
+        """Requests were cut by id before; `retract` on the empty engine takes 3 ms, its own `abort` a second."""
+        assert self.control is not None
+        began_s = writer.clock.mono_s()
+        realised = "in_place" if body.mode == "in_place" else "retract"
+        await self.control.pause(realised)
+        if realised == "retract":
+            await self.control.flush(FLUSH_TIMEOUT_S)
+        took_s = writer.clock.mono_s() - began_s
+        return engine.EnginePaused(body.pause, self.engine_id, body.mode, realised, took_s)
+
+
+def checksum_digest(checksums: dict[str, str]) -> str:
+    """One digest of an engine's per-tensor checksums, in the order of their names."""
+    return hashlib.sha256(msgspec.json.encode(sorted(checksums.items()))).hexdigest()
+
+

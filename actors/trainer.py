@@ -1,0 +1,231 @@
+"""The trainer actor: re-executes what the last checkpoint lacks, then trains, syncs and saves as commands ask.
+
+All torch work runs in one thread of its own, because torch keeps modes and generators per thread; the event loop stays
+free to keep deliveries alive. TrainStep is acknowledged at the checkpoint that covers it: until then a crash
+delivers it again, and a step that was planned is re-executed from the log before the actor says it is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from actors import trainers
+from actors.commands import CommandStream
+from actors.engines import EngineControl
+from segue import boot
+from segue.blobs import BlobStore
+from segue.boot import RunContext
+from segue.errors import EngineError, SegueError, TrainerError
+from segue.events import engine, run, step, weights
+from segue.ids import fresh_id
+from segue.log import Delivery, EventLog, Writer, open_log
+from segue.wire.sample import Sample, sample_from_frame
+from training import weight_sync
+from training.protocol import StepResult, TrainerProtocol
+
+log = logging.getLogger("actors.trainer")
+
+
+@dataclass(slots=True)
+class History:
+    """What the log says about training: the last checkpoint and the steps planned after it."""
+
+    lineage: int = 1
+    checkpoint: step.CheckpointCommitted | None = None
+    planned: dict[int, step.StepPlanned] = field(default_factory=dict)
+    finished: dict[int, step.StepFinished] = field(default_factory=dict)
+
+
+async def read_history(events: EventLog) -> History:
+    history, position = History(), 0
+    while batch := await events.read(position, limit=2048):
+        position = batch[-1].position
+        for event in batch:
+            match event.body:
+                case step.CheckpointCommitted() as body:
+                    history.checkpoint = body
+                case step.StepPlanned() as body:
+                    history.planned[body.step] = body
+                case step.StepFinished() as body:
+                    history.finished[body.step] = body
+                case run.LineageRaised() as body:
+                    history.lineage = body.lineage
+    return history
+
+
+class TrainerActor:
+    """One trainer and its command stream `trainer`."""
+
+    def __init__(self, run_dir: str) -> None:
+        boot.die_with_parent()
+        self.ctx = RunContext.load(Path(run_dir))
+        boot.configure_logging(self.ctx.run_dir, "trainer")
+        self.blobs = BlobStore(self.ctx.blob_dir)
+        self.incarnation = fresh_id("inc")
+        self.step = 0
+        self.version = 0
+        self.unsaved: dict[int, Delivery] = {}
+        """Step -> its TrainStep, acknowledged when a checkpoint covers it."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._trainer: TrainerProtocol | None = None
+
+    @property
+    def trainer(self) -> TrainerProtocol:
+        assert self._trainer is not None
+        return self._trainer
+
+    async def _torch[T](self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    async def run(self) -> None:
+        events = await open_log(self.ctx)
+        try:
+            async with await Writer.open(events, "trainer") as writer:
+                await self._start(events, writer)
+                stream = CommandStream(events, writer, "trainer", "trainer")
+                async for delivery in stream:
+                    await self._serve(stream, delivery, writer)
+        except SegueError as error:
+            log.error("trainer ends: %s", error)
+            raise
+        finally:
+            await events.close()
+
+    async def _start(self, events: EventLog, writer: Writer) -> None:
+        began_s = writer.clock.mono_s()
+        history = await read_history(events)
+        kind, config = self.ctx.config.trainer.kind, self.ctx.config
+        try:
+            self._trainer = await self._torch(lambda: trainers.create(kind, config))
+            saved = history.checkpoint
+            if saved is not None:
+                await self._torch(lambda: self.trainer.load(self._checkpoint(saved.path)))
+                self.step, self.version = saved.step, saved.version
+        except SegueError as error:
+            await writer.append(run.AlarmRaised("fatal", "trainer", str(error)))
+            raise
+        for number in sorted(n for n in history.planned if n > self.step):
+            await self._execute(history.planned[number], writer)
+        fact = step.TrainerReady(
+            self.incarnation, kind, self.step, self.version, await self._torch(self.trainer.digest),
+            writer.clock.mono_s() - began_s, saved.path if saved is not None else "",
+        )  # fmt: skip
+        await writer.append(fact)
+
+    def _checkpoint(self, name: str) -> Path:
+        return self.ctx.run_dir / "checkpoints" / name
+
+    async def _serve(self, stream: CommandStream, delivery: Delivery, writer: Writer) -> None:
+        body = delivery.event.body
+        async with stream.kept(delivery):
+            match body:
+                case step.TrainStep():
+                    await self._train(stream, delivery, body, writer)
+                    return
+                case weights.SyncWeights():
+                    await self._sync(delivery, body, writer)
+                case step.SaveCheckpoint():
+                    await self._save(stream, body, delivery, writer)
+                case _:
+                    detail = f"{delivery.event.envelope.type} is no command for the trainer"
+                    await writer.append(run.AlarmRaised("refused", "trainer", detail), cause=delivery.event.id)
+        await stream.done(delivery)
+
+    async def _train(self, stream: CommandStream, delivery: Delivery, body: step.TrainStep, writer: Writer) -> None:
+        if body.step > self.step:
+            plan = step.StepPlanned(body.lineage, body.step, body.sample_ids, body.frame_digests, body.seed)
+            try:
+                await writer.append(plan, cause=delivery.event.id)
+                await self._execute(plan, writer)
+            except (SegueError, ArithmeticError, RuntimeError) as error:
+                log.exception("step %d failed", body.step)
+                if await stream.give_up(delivery, f"step {body.step}: {error}"):
+                    return
+                raise
+        self.unsaved[body.step] = delivery
+
+    async def _execute(self, plan: step.StepPlanned, writer: Writer) -> None:
+        """Train one planned step; used for the first execution and for re-execution alike."""
+        started_wall_s, began_s = time.time(), time.monotonic()
+        samples = [await self._sample(digest) for digest in plan.frame_digests]
+        before = self.version
+
+        def work() -> StepResult:
+            return self.trainer.step(samples, step=plan.step, version=before, seed=plan.seed)
+
+        result = await self._torch(work)
+        self.step, self.version = result.step, result.version
+        fact = step.StepFinished(
+            plan.lineage, result.step, result.version, result.digest, result.metrics, started_wall_s,
+            time.monotonic() - began_s,
+        )  # fmt: skip
+        await writer.append(fact)
+
+    async def _sample(self, digest: str) -> Sample:
+        return sample_from_frame(await asyncio.to_thread(self.blobs.get, digest))
+
+    async def _sync(self, delivery: Delivery, body: weights.SyncWeights, writer: Writer) -> None:
+        """Load the current weights into every engine named; a failure tears the engines that may hold a part."""
+        cause, names = delivery.event.id, tuple(e.engine_id for e in body.engines)
+        await writer.append(weights.SyncBegun(body.sync, body.version, names), cause=cause)
+        if body.version != self.version:
+            reason = f"asked for version {body.version}, the trainer holds {self.version}"
+            await writer.append(weights.SyncFailed(body.sync, body.version, reason, ()), cause=cause)
+            return
+        began_s, total = time.monotonic(), 0
+        digest = ""
+        for address in body.engines:
+            try:
+                async with asyncio.timeout(self.ctx.config.weights.deadline_s):
+                    report = await self._sync_one(address, body)
+            except (EngineError, TimeoutError, TrainerError) as error:
+                reason = f"{address.engine_id}: {error or 'deadline of weights.deadline_s passed'}"
+                log.error("sync %d failed: %s", body.sync, reason)
+                torn = engine.EngineTorn(address.engine_id, body.version, reason)
+                await writer.append(torn, cause=cause)
+                failed = weights.SyncFailed(body.sync, body.version, reason, (address.engine_id,))
+                await writer.append(failed, cause=cause)
+                return
+            total, digest = total + report.bytes, report.digest
+        fact = weights.WeightsSynced(
+            body.sync, body.version, digest, names, total, time.monotonic() - began_s, self.ctx.config.weights.prove
+        )
+        await writer.append(fact, cause=cause)
+
+    async def _sync_one(self, address: weights.EngineAddress, body: weights.SyncWeights) -> weight_sync.SyncReport:
+        async with EngineControl(address.url, address.engine_id) as control:
+            transport = weight_sync.create(body.transport, self.ctx.config.weights, self.ctx.run_dir / "weights")
+            return await transport.sync(
+                self.trainer.named_tensors(), control, version=body.version, flush_cache=body.flush_cache
+            )
+
+    async def _save(
+        self, stream: CommandStream, body: step.SaveCheckpoint, delivery: Delivery, writer: Writer
+    ) -> None:
+        began_s = time.monotonic()
+        name = f"step-{self.step:06d}"
+        folder = self._checkpoint(name)
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            await self._torch(lambda: self.trainer.save(folder, step=self.step, cursor=str(delivery.event.position)))
+        digest = await self._torch(self.trainer.digest)
+        fact = step.CheckpointCommitted(
+            body.lineage, self.step, self.version, digest, name, time.monotonic() - began_s
+        )
+        await writer.append(fact, cause=delivery.event.id)
+        for number in [n for n in self.unsaved if n <= self.step]:
+            await stream.done(self.unsaved.pop(number))
+        await asyncio.to_thread(self._prune)
+
+    def _prune(self) -> None:
+        """Keep the newest checkpoints; the one just committed is among them."""
+        kept = sorted(self._checkpoint("").glob("step-*"))
+        for folder in kept[: -self.ctx.config.checkpoint.keep]:
+            shutil.rmtree(folder, ignore_errors=True)

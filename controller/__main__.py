@@ -1,0 +1,3 @@
+from controller.loop import cli
+
+raise SystemExit(cli())

@@ -1,0 +1,118 @@
+"""The controller's shell: follows the log, asks `decide`, appends what it answers.
+
+It keeps nothing of its own: at start it folds the whole log. `decide` is asked again only when everything appended so
+far has been read back, so that it never decides on a state older than its own decisions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+from pathlib import Path
+
+import msgspec
+
+from controller.decide import DECIDE_VERSION, Issue, decide
+from segue import boot
+from segue.boot import RunContext
+from segue.errors import FencedError
+from segue.events import run
+from segue.ids import EventId
+from segue.log import EventLog, Writer, open_log
+from segue.state import RunState
+
+log = logging.getLogger("controller")
+READ_WAIT_S = 1.0
+READ_LIMIT = 1024
+
+
+async def main(ctx: RunContext, *, whole: bool = False) -> None:
+    """Run until RunStopped stands in the log. `whole`: every process of this run was just started."""
+    events = await open_log(ctx)
+    try:
+        async with await Writer.open(events, "controller") as writer:
+            await Loop(ctx, events, writer).run(whole)
+    finally:
+        await events.close()
+
+
+class Loop:
+    def __init__(self, ctx: RunContext, events: EventLog, writer: Writer) -> None:
+        self.ctx, self.events, self.writer = ctx, events, writer
+        self.state = RunState()
+        self.last: EventId | None = None
+        self.barrier = 0
+        self.quiet_since_s = writer.clock.mono_s()
+        self.alarmed = False
+
+    async def run(self, whole: bool) -> None:
+        tail = await self.events.tail()
+        while self.state.position < tail:
+            await self._read(0.0)
+        await self._announce(whole)
+        while not self.state.stopped:
+            grown = await self._read(READ_WAIT_S)
+            if self.state.position < self.barrier:
+                continue
+            await self._act()
+            await self._watch_for_stall(grown)
+        log.info("run %s: %s", self.state.run_id, self.state.stopped)
+
+    async def _read(self, wait_s: float) -> bool:
+        batch = await self.events.read(self.state.position, limit=READ_LIMIT, wait_s=wait_s)
+        for event in batch:
+            self.state.apply(event)
+            self.last = event.id
+        return bool(batch)
+
+    async def _announce(self, whole: bool) -> None:
+        config = msgspec.json.encode(self.ctx.config).decode()
+        digest = hashlib.sha256(config.encode()).hexdigest()
+        engines = tuple(f"engine-{i}" for i in range(self.ctx.config.engine.count))
+        if not self.state.run_id:
+            body: run.RunStarted | run.RunResumed = run.RunStarted(
+                self.ctx.run_id, config, digest, DECIDE_VERSION, 1, self.ctx.config.session_server.count, engines
+            )
+        else:
+            body = run.RunResumed(
+                self.ctx.run_id, config, digest, DECIDE_VERSION, self.state.lineage, self.state.restarts + 1, whole
+            )
+        self.barrier = (await self.writer.append(body)).position
+
+    async def _act(self) -> None:
+        pending = []
+        for decision in decide(self.state):
+            if isinstance(decision, Issue):
+                log.info("ask %s of %s", decision.command, ", ".join(decision.targets))
+                pending.append(self.writer.submit(decision.command, cause=self.last, targets=decision.targets))
+            else:
+                log.info("record %s", decision.fact)
+                pending.append(self.writer.submit(decision.fact, cause=self.last))
+        for done in pending:
+            self.barrier = max(self.barrier, (await done).position)
+
+    async def _watch_for_stall(self, grown: bool) -> None:
+        now = self.writer.clock.mono_s()
+        if grown:
+            self.quiet_since_s, self.alarmed = now, False
+        elif not self.alarmed and now - self.quiet_since_s > self.ctx.config.run.stall_s:
+            self.alarmed = True
+            detail = f"nothing was appended for {now - self.quiet_since_s:.0f} s; `segue status` shows who waits"
+            await self.writer.append(run.AlarmRaised("stall", "run", detail))
+
+
+def cli(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m controller", description="The controller of one run.")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--whole", action="store_true", help="every process of the run was just started")
+    options = parser.parse_args(argv)
+
+    async def start(ctx: RunContext) -> None:
+        try:
+            await main(ctx, whole=options.whole)
+        except FencedError:
+            log.error("another controller has taken over this run; stopping")
+            raise
+
+    return boot.run_service("controller", options.run_dir, start)
