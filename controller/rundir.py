@@ -1,6 +1,7 @@
 """A run's folder: made once, found again by `--resume`.
 
-    runs/<id>/config.json      resolved configuration
+    runs/<id>/config.toml      resolved configuration, for people and for --resume
+              config.json      the same, for the run's processes
               endpoints.json   addresses and secrets, readable by the owner only; new at every start
               log/             the log server's data
               blobs/ logs/ checkpoints/ weights/
@@ -17,9 +18,12 @@ from pathlib import Path
 import msgspec
 
 from segue.boot import Endpoints, RunContext
+from segue.config.printing import print_config
 from segue.config.schema import Config
 from segue.errors import ConfigError
 from segue.ports import check_port, free_port
+
+CONFIG_TOML = "config.toml"
 
 
 def create(config: Config) -> Path:
@@ -30,8 +34,14 @@ def create(config: Config) -> Path:
         folder.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"run.dir: cannot make {folder}: {error.strerror}") from error
-    _write(folder / "config.json", msgspec.json.format(msgspec.json.encode(config), indent=2))
+    write_config(folder, config)
     return folder.resolve()
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Write down what the run's processes read; done at every start, because --resume may change options."""
+    _write(folder / CONFIG_TOML, print_config(config).encode())
+    _write(folder / "config.json", msgspec.json.encode(config))
 
 
 def find(runs: Path, name: str) -> Path:

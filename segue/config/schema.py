@@ -15,7 +15,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base of all sections."""
 
 
-class Run(Section):
+class Run(Section, frozen=True):
     """What is done, and how long."""
 
     name: str = "run"
@@ -30,7 +30,7 @@ class Run(Section):
     """No progress for this long raises an alarm."""
 
 
-class Model(Section):
+class Model(Section, frozen=True):
     path: str = ""
     """Folder in Hugging Face layout (config.json, safetensors, tokenizer)."""
     prepare: tuple[str, ...] = ()
@@ -43,14 +43,14 @@ class Model(Section):
     """Hidden layers in R3 rows; -1 reads it from the model's config."""
 
 
-class Log(Section):
+class Log(Section, frozen=True):
     url: str = ""
     """redis:// or rediss:// of an external server (or REDIS_URL); empty starts one under the supervisor."""
     fsync: Literal["everysec", "always"] = "everysec"
     connect_timeout_s: float = 10.0
 
 
-class Engine(Section):
+class Engine(Section, frozen=True):
     kind: Literal["sglang", "fake"] = "sglang"
     count: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -67,7 +67,7 @@ class Engine(Section):
     """Seconds per token of the fake engine."""
 
 
-class Trainer(Section):
+class Trainer(Section, frozen=True):
     kind: Literal["megatron", "fake"] = "megatron"
     lr: float = 1e-3
     beta1: float = 0.9
@@ -88,7 +88,7 @@ class Trainer(Section):
     fake_step_s: float = 0.0
 
 
-class Rollout(Section):
+class Rollout(Section, frozen=True):
     groups_per_step: int = 8
     group_size: int = 8
     extra_groups: int = 0
@@ -107,13 +107,13 @@ class Rollout(Section):
     pause_deadline_s: float = 60.0
 
 
-class R3(Section):
+class R3(Section, frozen=True):
     enabled: bool = False
     """Record the engine's expert choices and replay them in the trainer."""
     recomputed: Literal["mask_loss", "replay", "free_route"] = "mask_loss"
 
 
-class SessionServer(Section):
+class SessionServer(Section, frozen=True):
     count: int = 1
     host: str = "127.0.0.1"
     port: int = 0
@@ -126,23 +126,25 @@ class SessionServer(Section):
     max_open_sessions: int = 20_000
 
 
-class Router(Section):
+class Router(Section, frozen=True):
     host: str = "127.0.0.1"
     port: int = 0
     policy: Literal["least_load", "round_robin"] = "least_load"
     health_interval_s: float = 2.0
 
 
-class Environment(Section):
+class Environment(Section, frozen=True):
     command: tuple[str, ...] = ()
     """Program that leases rollouts and plays them; empty: environments are started elsewhere."""
     workers: int = 1
     concurrency: int = 16
     """Rollouts that one worker plays at a time (SEGUE_CONCURRENCY in its environment)."""
     env: dict[str, str] = {}
+    baselines: dict[str, float] = {}
+    """Rewards to compare with, by name: shown beside the curve and as reward_<name> in summary.json."""
 
 
-class Evaluation(Section):
+class Evaluation(Section, frozen=True):
     every: int = 0
     """Steps between evaluations; 0: only before the first and after the last step, if groups > 0."""
     groups: int = 0
@@ -151,12 +153,12 @@ class Evaluation(Section):
     temperature: float = 1.0
 
 
-class Checkpoint(Section):
+class Checkpoint(Section, frozen=True):
     every: int = 10
     keep: int = 2
 
 
-class Weights(Section):
+class Weights(Section, frozen=True):
     transport: Literal["tensor", "disk"] = "tensor"
     bucket_bytes: int = 512 * 1024 * 1024
     deadline_s: float = 120.0
@@ -164,7 +166,7 @@ class Weights(Section):
     """Compare every tensor's checksum at the engine with the trainer's after each sync."""
 
 
-class RayOptions(Section):
+class RayOptions(Section, frozen=True):
     address: str = ""
     """Address of a running Ray cluster; empty starts one under the supervisor."""
     num_cpus: int = 4
@@ -172,7 +174,7 @@ class RayOptions(Section):
     object_store_mb: int = 80
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     run: Run = Run()
     model: Model = Model()
     log: Log = Log()
