@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from segue.boot import RunContext
 from segue.log import redis
+from segue.log.file import FileLog
 from segue.log.follow import follow
 from segue.log.memory import MemoryLog
 from segue.log.protocol import Appended, Delivery, EventLog, Prepared
+from segue.log.reader import RunReader, open_reader, segment_dir
 from segue.log.redis import RedisLog
+from segue.log.sealing import Readable, export_jsonl, seal, trim
 from segue.log.writer import Writer, Written
 
 __all__ = [
-    "Appended", "Delivery", "EventLog", "MemoryLog", "Prepared", "RedisLog", "Writer", "Written", "connect", "follow",
-    "open_log",
+    "Appended", "Delivery", "EventLog", "FileLog", "MemoryLog", "Prepared", "Readable", "RedisLog", "RunReader",
+    "Writer", "Written", "connect", "export_jsonl", "follow", "open_log", "open_reader", "seal", "segment_dir", "trim",
 ]  # fmt: skip
 
 

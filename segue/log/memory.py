@@ -23,9 +23,17 @@ class _Producer:
 @dataclass(slots=True)
 class _Pending:
     position: int
-    consumer: str
-    deliveries: int
-    since_s: float
+    consumer: str = ""
+    deliveries: int = 0
+    since_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """What one consumer was given through one view and still holds; `recovering` until older pending ones are out."""
+
+    recovering: bool = True
+    handed: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -47,14 +55,14 @@ class MemoryLog:
         self._keys: dict[str, tuple[int, str]] = {}
         self._sessions: dict[str, int] = {}
         self._streams: dict[str, _Stream] = {}
-        self._resumed: set[tuple[str, str]] = set()
+        self._cursors: dict[tuple[str, str], _Cursor] = {}
         self._grown = asyncio.Event()
 
     def view(self) -> MemoryLog:
         """The same log as another process sees it: shared contents, own redelivery state."""
         other = MemoryLog.__new__(MemoryLog)
         other.__dict__.update(self.__dict__)
-        other._resumed = set()
+        other._cursors = {}
         return other
 
     async def claim(self, producer: str) -> int:
@@ -126,26 +134,28 @@ class MemoryLog:
     async def tail(self) -> int:
         return len(self._entries)
 
-    def _deliver(self, target: str, pending: _Pending) -> Delivery:
+    def _hand(self, target: str, pending: _Pending, consumer: str) -> Delivery:
+        pending.consumer, pending.since_s = consumer, self._mono_s()
+        pending.deliveries += 1
+        self._cursors.setdefault((target, consumer), _Cursor()).handed.add(pending.position)
         data = self._entries[pending.position - 1]
         return Delivery(target, codec.decode(pending.position, data), pending.deliveries)
 
     async def receive(self, target: str, consumer: str, *, limit: int = 16, wait_s: float = 0.0) -> list[Delivery]:
         stream = self._streams.setdefault(target, _Stream())
-        if (target, consumer) not in self._resumed:
-            self._resumed.add((target, consumer))
-            own = [p for p in stream.pending.values() if p.consumer == consumer]
-            for pending in own:
-                pending.deliveries += 1
-                pending.since_s = self._mono_s()
+        cursor = self._cursors.setdefault((target, consumer), _Cursor())
+        if cursor.recovering:
+            held = (p for p in stream.pending.values() if p.consumer == consumer and p.position not in cursor.handed)
+            own = sorted(held, key=lambda p: p.position)[:limit]
             if own:
-                return [self._deliver(target, p) for p in own]
+                return [self._hand(target, p, consumer) for p in own]
+            cursor.recovering = False
         await self._wait(lambda: len(stream.positions) > stream.given, wait_s)
         fresh = stream.positions[stream.given : stream.given + limit]
         stream.given += len(fresh)
         for position in fresh:
-            stream.pending[position] = _Pending(position, consumer, 1, self._mono_s())
-        return [self._deliver(target, stream.pending[p]) for p in fresh]
+            stream.pending[position] = _Pending(position)
+        return [self._hand(target, stream.pending[p], consumer) for p in fresh]
 
     async def acknowledge(self, target: str, positions: Sequence[int]) -> None:
         stream = self._streams.setdefault(target, _Stream())
@@ -162,11 +172,9 @@ class MemoryLog:
     async def reclaim(self, target: str, consumer: str, *, min_idle_s: float, limit: int = 16) -> list[Delivery]:
         stream = self._streams.setdefault(target, _Stream())
         now = self._mono_s()
-        idle = [p for p in stream.pending.values() if p.consumer != consumer and now - p.since_s >= min_idle_s][:limit]
-        for pending in idle:
-            pending.consumer, pending.since_s = consumer, now
-            pending.deliveries += 1
-        return [self._deliver(target, p) for p in idle]
+        others = (p for p in stream.pending.values() if p.consumer != consumer and now - p.since_s >= min_idle_s)
+        idle = sorted(others, key=lambda p: p.position)[:limit]
+        return [self._hand(target, p, consumer) for p in idle]
 
     async def bury(self, target: str, position: int, reason: str) -> None:
         stream = self._streams.setdefault(target, _Stream())

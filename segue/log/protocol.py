@@ -83,7 +83,8 @@ class EventLog(Protocol):
     async def receive(self, target: str, consumer: str, *, limit: int = 16, wait_s: float = 0.0) -> list[Delivery]:
         """Commands for `target`: this consumer's own pending ones first (after a restart), then new ones.
 
-        A consumer receives each pending command once per `EventLog` object, as pending first, and new ones after.
+        A consumer receives each pending command once per `EventLog` object, as pending first, and new ones after;
+        `limit` holds for both.
         """
         ...
 

