@@ -7,6 +7,7 @@ incarnation; every engine call has a deadline, and an engine that answers wrongl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import socket
@@ -15,7 +16,9 @@ from pathlib import Path
 import msgspec
 
 from actors.commands import CommandStream
-from actors.engines import EngineControl, EngineOptions, EngineProcess, launch_spec
+from actors.engines import EngineOptions, launch_spec
+from actors.engines.http import EngineControl, PauseMode
+from actors.engines.process import EngineProcess
 from segue import boot
 from segue.boot import RunContext
 from segue.errors import EngineError, EngineUnavailable
@@ -44,6 +47,7 @@ class RolloutActor:
         self.process: EngineProcess | None = None
         self.control: EngineControl | None = None
         self.incarnation = ""
+        self._connections = contextlib.AsyncExitStack()
         self.up = asyncio.Event()
         self.starts = 0
 
@@ -56,6 +60,7 @@ class RolloutActor:
                     group.create_task(self._keep_engine(writer))
                     group.create_task(self._serve(stream, writer))
         finally:
+            await self._connections.aclose()
             if self.process is not None:
                 await self.process.stop()
             await events.close()
@@ -91,11 +96,13 @@ class RolloutActor:
         await writer.append(run.ProcessRestarted(self.engine_id, self.starts, code, pause_s))
         await asyncio.sleep(pause_s)
 
-    def _options(self, port: int) -> EngineOptions:
+    def _options(self) -> EngineOptions:
         config = self.ctx.config
+        host = "127.0.0.1" if not config.ray.address else socket.gethostbyname(socket.gethostname())
         return EngineOptions(
-            model_path=config.model.path,
-            port=port,
+            model_path=Path(config.model.path),
+            host=host,
+            port=free_port(host),
             device=config.engine.device,
             dtype=config.model.dtype,
             max_total_tokens=config.engine.max_total_tokens,
@@ -105,26 +112,34 @@ class RolloutActor:
             return_routed_experts=config.r3.enabled,
             random_seed=config.run.seed,
             log_file=self.ctx.run_dir / "logs" / f"{self.engine_id}.engine.log",
-            fake_token_s=config.engine.fake_token_s,
-            extra_args=config.engine.extra_args,
+            extra_args=self._extra_args(),
         )
+
+    def _extra_args(self) -> tuple[str, ...]:
+        options = self.ctx.config.engine
+        pace = ("--token-s", str(options.fake_token_s)) if options.kind == "fake" else ()
+        return (*pace, *options.extra_args)
 
     async def _start(self, writer: Writer) -> None:
         began_s = writer.clock.mono_s()
-        host = "127.0.0.1" if not self.ctx.config.ray.address else socket.gethostbyname(socket.gethostname())
-        options = msgspec.structs.replace(self._options(free_port(host)), host=host)
-        self.process = EngineProcess(launch_spec(self.ctx.config.engine.kind, options), options)
-        await self.process.start(self.ctx.config.engine.start_deadline_s)
-        self.control = EngineControl(self.process.url, self.engine_id)
+        options = self._options()
+        self.process = EngineProcess(launch_spec(self.ctx.config.engine.kind, options), name=self.engine_id)
+        await self.process.start(deadline_s=self.ctx.config.engine.start_deadline_s)
+        self.control = await self._connect(EngineControl(options.url, name=self.engine_id))
         await self.control.probe()
         checksum = checksum_digest(await self.control.checksums())
         self.incarnation = fresh_id("inc")
         fact = engine.EngineStarted(
-            self.engine_id, self.incarnation, self.process.url, self.ctx.config.engine.kind, 0, checksum,
+            self.engine_id, self.incarnation, options.url, self.ctx.config.engine.kind, 0, checksum,
             writer.clock.mono_s() - began_s,
         )  # fmt: skip
         await writer.append(fact)
         self.up.set()
+
+    async def _connect(self, control: EngineControl) -> EngineControl:
+        """Swap the client of the last incarnation for this one's."""
+        await self._connections.aclose()
+        return await self._connections.enter_async_context(control)
 
     async def _serve(self, stream: CommandStream, writer: Writer) -> None:
         async for delivery in stream:
@@ -170,7 +185,7 @@ class RolloutActor:
         """Requests were cut by id before; `retract` on the empty engine takes 3 ms, its own `abort` a second."""
         assert self.control is not None
         began_s = writer.clock.mono_s()
-        realised = "in_place" if body.mode == "in_place" else "retract"
+        realised: PauseMode = "in_place" if body.mode == "in_place" else "retract"
         await self.control.pause(realised)
         if realised == "retract":
             await self.control.flush(FLUSH_TIMEOUT_S)

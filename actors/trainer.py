@@ -18,7 +18,7 @@ from pathlib import Path
 
 from actors import trainers
 from actors.commands import CommandStream
-from actors.engines import EngineControl
+from actors.engines.http import EngineControl
 from segue import boot
 from segue.blobs import BlobStore
 from segue.boot import RunContext
@@ -200,7 +200,7 @@ class TrainerActor:
         await writer.append(fact, cause=cause)
 
     async def _sync_one(self, address: weights.EngineAddress, body: weights.SyncWeights) -> weight_sync.SyncReport:
-        async with EngineControl(address.url, address.engine_id) as control:
+        async with EngineControl(address.url, name=address.engine_id) as control:
             transport = weight_sync.create(body.transport, self.ctx.config.weights, self.ctx.run_dir / "weights")
             return await transport.sync(
                 self.trainer.named_tensors(), control, version=body.version, flush_cache=body.flush_cache
