@@ -56,7 +56,8 @@ class EngineControl:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession()
+        # Calls are rare and the server closes idle connections: a kept one would fail at the moment of reuse.
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
         return self
 
     async def __aexit__(

@@ -76,6 +76,8 @@ def _environment(options: EngineOptions, cpu: bool) -> dict[str, str]:
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_modules(options.model_path)),
         # /health says that the server runs, paused or not; /health_generate (one token, >= 1 s) that it generates.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # Longer than any client keeps an idle connection, so that a turn never meets one closed under it.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "120",
         "HF_HUB_OFFLINE": "1",
         # Compiling some 5000 files anew costs more than everything else at start; "" switches the switch off.
         "PYTHONDONTWRITEBYTECODE": "",
