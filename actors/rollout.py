@@ -196,5 +196,3 @@ class RolloutActor:
 def checksum_digest(checksums: dict[str, str]) -> str:
     """One digest of an engine's per-tensor checksums, in the order of their names."""
     return hashlib.sha256(msgspec.json.encode(sorted(checksums.items()))).hexdigest()
-
-

@@ -206,9 +206,7 @@ class TrainerActor:
                 self.trainer.named_tensors(), control, version=body.version, flush_cache=body.flush_cache
             )
 
-    async def _save(
-        self, stream: CommandStream, body: step.SaveCheckpoint, delivery: Delivery, writer: Writer
-    ) -> None:
+    async def _save(self, stream: CommandStream, body: step.SaveCheckpoint, delivery: Delivery, writer: Writer) -> None:
         began_s = time.monotonic()
         name = f"step-{self.step:06d}"
         folder = self._checkpoint(name)
@@ -216,9 +214,7 @@ class TrainerActor:
             folder.parent.mkdir(parents=True, exist_ok=True)
             await self._torch(lambda: self.trainer.save(folder, step=self.step, cursor=str(delivery.event.position)))
         digest = await self._torch(self.trainer.digest)
-        fact = step.CheckpointCommitted(
-            body.lineage, self.step, self.version, digest, name, time.monotonic() - began_s
-        )
+        fact = step.CheckpointCommitted(body.lineage, self.step, self.version, digest, name, time.monotonic() - began_s)
         await writer.append(fact, cause=delivery.event.id)
         for number in [n for n in self.unsaved if n <= self.step]:
             await stream.done(self.unsaved.pop(number))

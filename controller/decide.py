@@ -72,8 +72,10 @@ def _settle_groups(state: RunState) -> Iterable[Record]:
             yield Record(work.GroupDropped(purpose, group.group, reasons))
         elif len(group.samples) + len(group.failed) >= size:
             ids = tuple(group.samples[m].sample_id for m in sorted(group.samples))
-            yield Record(work.GroupCompleted(purpose, group.group, ids)) if ids else Record(
-                work.GroupDropped(purpose, group.group, reasons)
+            yield (
+                Record(work.GroupCompleted(purpose, group.group, ids))
+                if ids
+                else Record(work.GroupDropped(purpose, group.group, reasons))
             )
 
 
@@ -221,9 +223,7 @@ def _evaluate(state: RunState, after_step: int) -> Iterable[Decision]:
         done = [s for g in groups for s in g.samples.values()]
         mean = sum(s.reward for s in done) / len(done) if done else 0.0
         failed = evaluation.groups * evaluation.group_size - len(done)
-        yield Record(
-            step.EvaluationFinished(after_step, after_step, state.trainer.version, len(done), failed, mean)
-        )
+        yield Record(step.EvaluationFinished(after_step, after_step, state.trainer.version, len(done), failed, mean))
         return
     targets = tuple(f"session-{i}" for i in range(state.session_servers))
     yield Issue(step.Evaluate(after_step, after_step, state.trainer.version, first, end), targets)
@@ -245,9 +245,7 @@ def _roll_out(state: RunState, k: int) -> Iterable[Decision]:
 
 def _open(state: RunState, purpose: Literal["train", "eval"], k: int, first: int, end: int, size: int) -> Issue:
     number = state.admission.admission + 1 if state.admission is not None else 1
-    return Issue(
-        work.OpenAdmission(number, purpose, k, first, end, size), tuple(state.admission_services())
-    )
+    return Issue(work.OpenAdmission(number, purpose, k, first, end, size), tuple(state.admission_services()))
 
 
 def _finish(state: RunState) -> Iterable[Decision]:

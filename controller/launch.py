@@ -27,14 +27,17 @@ from segue.errors import ConfigError, LogError, ProcessError
 from segue.events import run
 from segue.events.codec import Recorded
 from segue.log import EventLog, Writer, follow, open_log
+from segue.log.reader import segment_dir
+from segue.log.sealing import seal
 from segue.log.server import ServerCommand, end_leftover, server_command, wait_ready
-from controller.display import Display
+from segue.progress import Display
 
 log = logging.getLogger("supervisor")
 
 LOG_READY_S = 30.0
 FIRST_WORD_S = 30.0
 STOP_WAIT_S = 15.0
+SEAL_DEADLINE_S = 120.0
 RAY_STORE_FLOOR_BYTES = 80 * 1024 * 1024
 """Ray refuses an object store below about 75 MiB; samples and weights do not travel through it."""
 
@@ -146,16 +149,24 @@ class _Keeper:
         finally:
             self.writer = None
             watch.cancel()
-            await self.supervisor.stop([c.spec.name for c in self.supervisor.children if c.spec.name != "log"])
-            if events is not None:
-                await events.close()
-            await self.supervisor.stop()
+            await self._close(events)
+
+    async def _close(self, events: EventLog | None) -> None:
+        """End everything, the log server last: what the others say while they end is sealed with the rest."""
+        await self.supervisor.stop([c.spec.name for c in self.supervisor.children if c.spec.name != "log"])
+        if events is not None:
+            try:
+                await asyncio.wait_for(seal(events, segment_dir(self.ctx.run_dir)), SEAL_DEADLINE_S)
+            except (LogError, TimeoutError) as error:
+                log.warning("the log was not sealed: %s", error)
+            await events.close()
+        await self.supervisor.stop()
 
     async def _start_log(self, server: ServerCommand, group: asyncio.TaskGroup) -> None:
         spec = ChildSpec("log", server.argv, server.log_file)
         child = self.supervisor.start(spec, group)
-        while child.process is None:
-            await asyncio.sleep(0.005)
+        await asyncio.wait_for(child.started.wait(), LOG_READY_S)
+        assert child.process is not None
         await wait_ready(server.url, LOG_READY_S, log_file=server.log_file, pid=child.process.pid)
 
     async def _first_word(self, events: EventLog, before: int) -> None:
@@ -171,13 +182,9 @@ class _Keeper:
     def _run_dir(self) -> list[str]:
         return ["--run-dir", str(self.ctx.run_dir)]
 
-    def _start(
-        self, name: str, arguments: list[str], group: asyncio.TaskGroup, *, ends_well: bool = False
-    ) -> None:
+    def _start(self, name: str, arguments: list[str], group: asyncio.TaskGroup, *, ends_well: bool = False) -> None:
         log_file = self.ctx.run_dir / "logs" / f"{name}.out"
-        self.supervisor.start(
-            ChildSpec(name, (sys.executable, *arguments), log_file, ends_well=ends_well), group
-        )
+        self.supervisor.start(ChildSpec(name, (sys.executable, *arguments), log_file, ends_well=ends_well), group)
 
     def _start_others(self, group: asyncio.TaskGroup) -> None:
         config, run_dir = self.ctx.config, self._run_dir()

@@ -1,11 +1,11 @@
 """A run's folder: made once, found again by `--resume`.
 
-    runs/<id>/config.toml      resolved configuration, for people and for --resume
-              config.json      the same, for the run's processes
-              endpoints.json   addresses and secrets, readable by the owner only; new at every start
-              log/             the log server's data
-              blobs/ logs/ checkpoints/ weights/
-              summary.json reward.png
+runs/<id>/config.toml      resolved configuration, for people and for --resume
+          config.json      the same, for the run's processes
+          endpoints.json   addresses and secrets, readable by the owner only; new at every start
+          log/             the log server's data
+          blobs/ logs/ checkpoints/ weights/
+          summary.json reward.png
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ class Child:
     def __init__(self, spec: ChildSpec, clock: Clock) -> None:
         self.spec, self.clock = spec, clock
         self.process: asyncio.subprocess.Process | None = None
+        self.started = asyncio.Event()
         self.restarts = 0
         self.stopping = False
 
@@ -90,6 +91,7 @@ class Child:
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(death_signal),
             )
+        self.started.set()
         log.info("%s started, pid %d", self.spec.name, self.process.pid)
         try:
             return await self.process.wait()

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from segue.events import Recorded
-from segue.log.file import open_reader
+from segue.log.reader import open_reader
 
 BODY_WIDTH = 160
 

@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     commands = {e.name: e for e in importlib.metadata.entry_points(group="segue.commands")}
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: segue COMMAND ...\n\ncommands: " + ", ".join(sorted(commands)) + "\n\nsegue COMMAND --help says more")
+        print(f"usage: segue COMMAND ...\n\ncommands: {', '.join(sorted(commands))}\n\nsegue COMMAND --help says more")
         return 0 if arguments else 2
     entry = commands.get(arguments[0])
     if entry is None:
