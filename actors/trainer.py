@@ -8,13 +8,17 @@ delivers it again, and a step that was planned is re-executed from the log befor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from actors import trainers
 from actors.commands import CommandStream
@@ -22,13 +26,17 @@ from actors.engines.http import EngineControl
 from segue import boot
 from segue.blobs import BlobStore
 from segue.boot import RunContext
-from segue.errors import EngineError, SegueError, TrainerError
+from segue.config import Config
+from segue.errors import ConfigError, EngineError, SegueError, TrainerError
 from segue.events import engine, run, step, weights
 from segue.ids import fresh_id
 from segue.log import Delivery, EventLog, Writer, open_log
 from segue.wire.sample import Sample, sample_from_frame
 from training import weight_sync
-from training.protocol import StepResult, TrainerProtocol
+from training.protocol import StepResult, TrainerOptions, TrainerProtocol
+from training.weight_sync.checksums import expected_checksums, prove_equal
+from training.weight_sync.protocol import Manifest, SyncOptions, SyncReport, WeightCheckError
+from training.weight_sync.source import manifest_of
 
 log = logging.getLogger("actors.trainer")
 
@@ -60,6 +68,36 @@ async def read_history(events: EventLog) -> History:
     return history
 
 
+def trainer_options(config: Config) -> TrainerOptions:
+    """The trainer's options as the run's configuration says them."""
+    options, recomputed = config.trainer, config.r3.recomputed
+    if recomputed == "free_route":
+        raise ConfigError('r3.recomputed = "free_route" is not built; use "mask_loss" or "replay"')
+    clip = {"clip_low": options.clip_low, "clip_high": options.clip_high}
+    return TrainerOptions(
+        model_path=Path(config.model.path),
+        dtype=config.model.dtype,
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        weight_decay=options.weight_decay,
+        clip_grad=options.clip_grad,
+        epochs=options.epochs,
+        minibatches=options.minibatches,
+        loss=options.loss,
+        loss_options=clip,
+        advantage=options.advantage,
+        micro_batch_tokens=options.micro_batch_tokens,
+        replay_routes=config.r3.enabled,
+        recomputed=recomputed,
+        seed=config.run.seed,
+    )
+
+
+def as_torch(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights as torch tensors, whatever the trainer keeps them in."""
+    return ((name, torch.as_tensor(tensor)) for name, tensor in tensors)
+
+
 class TrainerActor:
     """One trainer and its command stream `trainer`."""
 
@@ -71,6 +109,7 @@ class TrainerActor:
         self.incarnation = fresh_id("inc")
         self.step = 0
         self.version = 0
+        self.manifest: Manifest = {}
         self.unsaved: dict[int, Delivery] = {}
         """Step -> its TrainStep, acknowledged when a checkpoint covers it."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -103,7 +142,8 @@ class TrainerActor:
         history = await read_history(events)
         kind, config = self.ctx.config.trainer.kind, self.ctx.config
         try:
-            self._trainer = await self._torch(lambda: trainers.create(kind, config))
+            self._trainer = await self._torch(lambda: trainers.create(kind, trainer_options(config)))
+            self.manifest = manifest_of(as_torch(self.trainer.named_tensors()))
             saved = history.checkpoint
             if saved is not None:
                 await self._torch(lambda: self.trainer.load(self._checkpoint(saved.path)))
@@ -172,39 +212,52 @@ class TrainerActor:
         return sample_from_frame(await asyncio.to_thread(self.blobs.get, digest))
 
     async def _sync(self, delivery: Delivery, body: weights.SyncWeights, writer: Writer) -> None:
-        """Load the current weights into every engine named; a failure tears the engines that may hold a part."""
+        """Load the current weights into all engines named; a failure half way tears every one of them."""
         cause, names = delivery.event.id, tuple(e.engine_id for e in body.engines)
         await writer.append(weights.SyncBegun(body.sync, body.version, names), cause=cause)
-        if body.version != self.version:
-            reason = f"asked for version {body.version}, the trainer holds {self.version}"
-            await writer.append(weights.SyncFailed(body.sync, body.version, reason, ()), cause=cause)
+        began_s = time.monotonic()
+        try:
+            if body.version != self.version:
+                raise TrainerError(f"asked for version {body.version}, the trainer holds {self.version}")
+            async with asyncio.timeout(self.ctx.config.weights.deadline_s):
+                report = await self._load_and_prove(body)
+        except (EngineError, TrainerError, TimeoutError) as error:
+            torn = () if isinstance(error, WeightCheckError) or body.version != self.version else names
+            reason = str(error) or f"weights.deadline_s = {self.ctx.config.weights.deadline_s:g} passed"
+            log.error("sync %d failed: %s", body.sync, reason)
+            for name in torn:
+                await writer.append(engine.EngineTorn(name, body.version, reason), cause=cause)
+            await writer.append(weights.SyncFailed(body.sync, body.version, reason, torn), cause=cause)
             return
-        began_s, total = time.monotonic(), 0
-        digest = ""
-        for address in body.engines:
-            try:
-                async with asyncio.timeout(self.ctx.config.weights.deadline_s):
-                    report = await self._sync_one(address, body)
-            except (EngineError, TimeoutError, TrainerError) as error:
-                reason = f"{address.engine_id}: {error or 'deadline of weights.deadline_s passed'}"
-                log.error("sync %d failed: %s", body.sync, reason)
-                torn = engine.EngineTorn(address.engine_id, body.version, reason)
-                await writer.append(torn, cause=cause)
-                failed = weights.SyncFailed(body.sync, body.version, reason, (address.engine_id,))
-                await writer.append(failed, cause=cause)
-                return
-            total, digest = total + report.bytes, report.digest
         fact = weights.WeightsSynced(
-            body.sync, body.version, digest, names, total, time.monotonic() - began_s, self.ctx.config.weights.prove
+            body.sync, body.version, report.digest, names, report.sent_bytes, time.monotonic() - began_s, self._proves
         )
         await writer.append(fact, cause=cause)
 
-    async def _sync_one(self, address: weights.EngineAddress, body: weights.SyncWeights) -> weight_sync.SyncReport:
-        async with EngineControl(address.url, name=address.engine_id) as control:
-            transport = weight_sync.create(body.transport, self.ctx.config.weights, self.ctx.run_dir / "weights")
-            return await transport.sync(
-                self.trainer.named_tensors(), control, version=body.version, flush_cache=body.flush_cache
+    @property
+    def _proves(self) -> bool:
+        """Engines on accelerators hash by another rule and may re-lay weights: there nothing can be compared yet."""
+        return self.ctx.config.weights.prove and not torch.cuda.is_available()
+
+    async def _load_and_prove(self, body: weights.SyncWeights) -> SyncReport:
+        config = self.ctx.config
+        options = SyncOptions(
+            bucket_bytes=config.weights.bucket_bytes,
+            folder=self.ctx.run_dir / "weights",
+            source=Path(config.model.path),
+            load_timeout_s=config.weights.deadline_s,
+        )
+        tensors = list(as_torch(self.trainer.named_tensors()))
+        async with contextlib.AsyncExitStack() as stack:
+            receivers = [await stack.enter_async_context(EngineControl(e.url, name=e.engine_id)) for e in body.engines]
+            report = await weight_sync.create(body.transport, options).sync(
+                tensors, tuple(receivers), version=body.version, manifest=self.manifest, flush_cache=body.flush_cache
             )
+            if self._proves:
+                expected = expected_checksums(tensors)
+                for receiver in receivers:
+                    prove_equal(expected, await receiver.checksums())
+        return report
 
     async def _save(self, stream: CommandStream, body: step.SaveCheckpoint, delivery: Delivery, writer: Writer) -> None:
         began_s = time.monotonic()
