@@ -42,6 +42,7 @@ AT_LEAST: dict[str, float] = {
 """Smallest value of each number. Ray refuses an object store of 75 MB or less."""
 
 _BELOW_ONE = ("trainer.beta1", "trainer.beta2", "engine.mem_fraction_static")
+RESERVED_ENVIRONMENT = {"SEGUE_BASE_URL", "SEGUE_CONCURRENCY", "SEGUE_WORKER", "SEGUE_WORKER_TOKEN"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _GROUP_ADVANTAGES = ("group_normalised", "group_centred")
 
@@ -94,6 +95,8 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from _training(config)
     yield from _deadlines(config)
     yield from _ports(config)
+    for name in sorted(config.environment.env.keys() & RESERVED_ENVIRONMENT):
+        yield f"environment.env.{name} would be overwritten: the supervisor sets {name} for each worker; leave it out"
 
 
 def _sizes(config: Config) -> Iterator[str]:

@@ -80,6 +80,7 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ),
     ({"session_server__port": 65535, "session_server__count": 2}, "session_server.port = 65535 leaves 1 to 65535"),
     ({"router__port": 70000}, "router.port = 70000"),
+    ({"environment__env": {"SEGUE_WORKER": "x"}}, "environment.env.SEGUE_WORKER would be overwritten: .* leave it out"),
     ({"router__port": -1}, "router.port = -1"),
     (
         {"session_server__port": 9000, "session_server__count": 3, "router__port": 9002},
