@@ -15,8 +15,8 @@ LOSSES: Registry[[Mapping[str, float]], Loss] = Registry("loss")
 
 @LOSSES.register("grpo")
 def _grpo(options: Mapping[str, float]) -> Loss:
-    from training.losses.grpo import GrpoLoss, GrpoOptions
     from training.losses.contract import read_options
+    from training.losses.grpo import GrpoLoss, GrpoOptions
 
     return GrpoLoss(read_options(GrpoOptions, options))
 

@@ -25,6 +25,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.overrides import TorchFunctionMode
 
 from segue.errors import TrainerError
@@ -213,9 +214,7 @@ def init_single_process(seed: int) -> None:
     """
     with quiet():
         if not dist.is_initialized():
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if CUDA else "gloo", store=dist.HashStore(), rank=0, world_size=1
-            )
+            dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo", store=HashStore(), rank=0, world_size=1)
         if dist.get_world_size() != 1:
             raise TrainerError(f"a single-process trainer was started in a world of {dist.get_world_size()}")
         if not parallel_state.model_parallel_is_initialized():
@@ -278,4 +277,3 @@ __all__ = [
     "rng_state",
     "set_rng_state",
 ]
-

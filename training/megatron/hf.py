@@ -110,7 +110,7 @@ def split(entry: Entry, tensor: torch.Tensor, shape: ModelShape) -> tuple[torch.
         return tuple(tensor.chunk(len(entry.names)))
     tail = tensor.shape[1:]
     query, key = _grouped(shape)
-    parts = tensor.reshape(shape.groups, query + 2 * key, *tail).split([query, key, key], dim=1)
+    parts = torch.split(tensor.reshape(shape.groups, query + 2 * key, *tail), [query, key, key], dim=1)
     return tuple(part.reshape(-1, *tail) for part in parts)
 
 
@@ -136,7 +136,9 @@ def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield key, handle.get_tensor(key)
 
 
-def load(parameters: Mapping[str, torch.Tensor], shape: ModelShape, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load(
+    parameters: Mapping[str, torch.Tensor], shape: ModelShape, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
     """Copy file tensors into the model's parameters; names and shapes must match exactly."""
     found = dict(tensors)
     if shape.tied:

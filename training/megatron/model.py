@@ -27,20 +27,24 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def transformer_config(shape: ModelShape, dtype: torch.dtype, *, routing_replay: bool) -> compat.TransformerConfig:
     """The library's config for this shape; every value that changes numbers is explicit."""
     moe = shape.moe
-    sparse = {} if moe is None else {
-        "num_moe_experts": moe.experts,
-        "moe_router_topk": moe.top_k,
-        "moe_ffn_hidden_size": moe.hidden,
-        "moe_layer_freq": [int(shape.is_sparse(i)) for i in range(shape.layers)],
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_pre_softmax": not moe.renormalise,
-        "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": False,
-        "moe_router_fusion": False,
-        "moe_permute_fusion": False,
-        "moe_enable_routing_replay": routing_replay,
-    }
+    sparse = (
+        {}
+        if moe is None
+        else {
+            "num_moe_experts": moe.experts,
+            "moe_router_topk": moe.top_k,
+            "moe_ffn_hidden_size": moe.hidden,
+            "moe_layer_freq": [int(shape.is_sparse(i)) for i in range(shape.layers)],
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_pre_softmax": not moe.renormalise,
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": False,
+            "moe_router_fusion": False,
+            "moe_permute_fusion": False,
+            "moe_enable_routing_replay": routing_replay,
+        }
+    )
     with compat.quiet():
         return compat.TransformerConfig(
             num_layers=shape.layers,
@@ -119,8 +123,8 @@ class Policy(torch.nn.Module):
         self.shape = shape
         self.config = config
         self.gpt = model.to(device=compat.device(), dtype=DTYPES[dtype])
-        self.half = dtype == "bfloat16"
-        self.module = compat.Float16Module(config, self.gpt) if self.half else self.gpt
+        self.half_precision = dtype == "bfloat16"
+        self.module = compat.Float16Module(config, self.gpt) if self.half_precision else self.gpt
         self.routers: tuple[compat.RouterReplay, ...] = tuple(
             layer.mlp.router.router_replay
             for index, layer in enumerate(self.gpt.decoder.layers)
@@ -129,7 +133,7 @@ class Policy(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor, packing: PlannedSeqParams) -> torch.Tensor:
         """tokens int64[t] on the model's device -> logits [t, vocab] in the model's dtype."""
-        return logits_of(self.module, tokens, packing, half=self.half)
+        return logits_of(self.module, tokens, packing, half=self.half_precision)
 
 
 def logits_of(module: torch.nn.Module, tokens: torch.Tensor, packing: PlannedSeqParams, *, half: bool) -> torch.Tensor:
@@ -137,4 +141,3 @@ def logits_of(module: torch.nn.Module, tokens: torch.Tensor, packing: PlannedSeq
     keywords = {"fp32_output": False} if half else {}
     logits: torch.Tensor = module(tokens.unsqueeze(0), None, None, packed_seq_params=packing, **keywords)
     return logits.squeeze(0)
-
