@@ -8,6 +8,7 @@ The owner's thread that calls `start()` must live as long as the engine (see lif
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -88,16 +89,14 @@ class EngineProcess:
             return
         if grace_s > 0 and self.alive:
             self._signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self._process.wait()
-            except TimeoutError:
-                pass
         self._signal(signal.SIGKILL)
         try:
             async with asyncio.timeout(REAP_S):
                 await self._process.wait()
-                while _running_members(self._process.pid):
+                while _running_members(self._process.pid):  # noqa: ASYNC110 - nothing tells of a grandchild's exit
                     await asyncio.sleep(POLL_S / 2)
         except TimeoutError as error:
             raise EngineError(f"engine {self.name} (pid {self.pid}) survived SIGKILL for {REAP_S:g} s") from error
@@ -136,10 +135,8 @@ class EngineProcess:
                 await asyncio.sleep(POLL_S)
 
     def _signal(self, number: signal.Signals) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # the whole group is gone already
             os.killpg(self.pid, number)
-        except ProcessLookupError:
-            pass  # the whole group is gone already
 
     def _story(self, what: str) -> str:
         tail = "\n".join(_tail(self.spec.log_file, LOG_TAIL_LINES))
