@@ -65,10 +65,6 @@ class RolloutActor:
                 await self.process.stop()
             await events.close()
 
-    async def pid(self) -> int:
-        """Process id of the engine's root process, 0 while there is none."""
-        return 0 if self.process is None else self.process.pid
-
     async def _keep_engine(self, writer: Writer) -> None:
         failures = 0
         while True:

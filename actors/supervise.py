@@ -19,8 +19,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
-from actors.rollout import RolloutActor
-from actors.trainer import TrainerActor
+from actors.shells import RolloutShell, TrainerShell
 from segue import boot
 from segue.boot import RunContext
 from segue.errors import ProcessError
@@ -60,8 +59,8 @@ def _actors(ctx: RunContext) -> dict[str, Create]:
         "num_gpus": share,
         "runtime_env": {"env_vars": _actor_environment(gpus)},
     }
-    rollout = ray.remote(RolloutActor)
-    trainer = ray.remote(TrainerActor)
+    rollout = ray.remote(RolloutShell)
+    trainer = ray.remote(TrainerShell)
     creators: dict[str, Create] = {}
     for i in range(ctx.config.engine.count):
         engine_id = f"engine-{i}"
