@@ -28,8 +28,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
-    BusyLoadingError,
+    NoPermissionError,
     NoScriptError,
+    OutOfMemoryError,
     RedisError,
     ResponseError,
 )
@@ -75,11 +76,11 @@ def public_url(url: str) -> str:
 def translate(error: BaseException, url: str) -> LogError:
     """What a transport or server error means for the caller, in one line."""
     text = str(error) or type(error).__name__
-    if isinstance(error, AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
+    if isinstance(error, AuthenticationError | NoPermissionError):
         return LogError(f"{url} refuses this user: {text}; check user, password and ACL in [log] url or REDIS_URL")
     if "MISCONF" in text:
         return LogUnavailable(f"{url} cannot write its append-only file (disk full or failing?): {text}")
-    if "OOM" in text and isinstance(error, ResponseError):
+    if isinstance(error, OutOfMemoryError) or "OOM " in text:
         return LogUnavailable(f"{url} is out of memory (maxmemory reached); raise it or trim the log: {text}")
     if isinstance(error, TimeoutError | RedisTimeoutError | RedisConnectionError | OSError):
         return LogUnavailable(f"{url} does not answer: {text}")
@@ -344,16 +345,18 @@ async def connect(url: str, run: str, *, connect_timeout_s: float = 10.0) -> Red
 
 
 async def _first_answer(log: RedisLog) -> dict[str, str]:
+    """What the server says of itself, as soon as it has its data in memory (INFO is answered before that)."""
     pause_s = 0.01
     while True:
         try:
             raw = await log.call("INFO")
-            return dict(line.split(":", 1) for line in raw.decode().splitlines() if ":" in line)
+            info = dict(line.split(":", 1) for line in raw.decode().splitlines() if ":" in line)
+            if info.get("loading", "0") == "0":
+                return info
         except LogUnavailable as error:
-            if not isinstance(error.__cause__, BusyLoadingError):
-                _logger.debug("waiting for the log server: %s", error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, 0.5)
+            _logger.debug("waiting for the log server: %s", error)
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s * 2, 0.5)
 
 
 def _check_server(info: dict[str, str], url: str) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -19,6 +20,7 @@ from segue.ids import fresh_id
 from segue.log import redis, server
 from segue.log.memory import MemoryLog
 from segue.log.protocol import EventLog
+from segue.log.redis import RedisLog
 
 START_DEADLINE_S = 20.0
 
@@ -30,6 +32,7 @@ class LogServer:
         self.run_dir = run_dir
         self.command = server.server_command(run_dir, fsync=fsync, host=host)
         self._process: subprocess.Popen[bytes] | None = None
+        self._opened: list[RedisLog] = []
 
     @property
     def url(self) -> str:
@@ -52,6 +55,15 @@ class LogServer:
     async def ready(self) -> None:
         await server.wait_ready(self.url, START_DEADLINE_S, log_file=self.command.log_file, pid=self.pid)
 
+    async def open(self, run: str, *, url: str = "") -> RedisLog:
+        """The log of `run` as one more process sees it (reached by another `url`, if given); `close_logs` closes it."""
+        self._opened.append(await redis.connect(url or self.url, run))
+        return self._opened[-1]
+
+    async def close_logs(self) -> None:
+        while self._opened:
+            await self._opened.pop().close()
+
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """End the process and wait for it; nothing if it is not running."""
         if self._process is not None:
@@ -66,7 +78,9 @@ def log_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LogServer]:
     made = LogServer(tmp_path_factory.mktemp("log-server"))
     made.spawn()
     try:
-        asyncio.run(made.ready())
+        # In a thread of its own: an async fixture may ask for this one while its loop runs.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(lambda: asyncio.run(made.ready())).result(START_DEADLINE_S + 5)
         yield made
     finally:
         made.kill()
@@ -95,15 +109,9 @@ class RedisWorld:
     def __init__(self, log_server: LogServer) -> None:
         self.run = fresh_id("run")
         self._server = log_server
-        self._opened: list[EventLog] = []
 
     async def open(self) -> EventLog:
-        self._opened.append(await redis.connect(self._server.url, self.run))
-        return self._opened[-1]
-
-    async def close(self) -> None:
-        for log in self._opened:
-            await log.close()
+        return await self._server.open(self.run)
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -112,11 +120,11 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     if request.param == "memory":
         yield MemoryWorld()
         return
-    made = RedisWorld(request.getfixturevalue("log_server"))
+    log_server = request.getfixturevalue("log_server")
     try:
-        yield made
+        yield RedisWorld(log_server)
     finally:
-        await made.close()
+        await log_server.close_logs()
 
 
 @pytest.fixture
