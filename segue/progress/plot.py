@@ -6,6 +6,8 @@ import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from segue.wire.frame import JSON
 
 INSTALL_HINT = "no reward.png: matplotlib is not installed; pip install 'segue[plot]' adds it"
@@ -45,6 +47,4 @@ def plot_rewards(summary: Mapping[str, JSON], path: Path) -> str:
 
 
 def _pairs(summary: Mapping[str, JSON], key: str) -> list[tuple[float, float]]:
-    pairs = summary.get(key)
-    assert isinstance(pairs, list), f"{key} of a summary is a list of pairs"
-    return [(float(step), float(reward)) for step, reward in pairs]
+    return msgspec.convert(summary.get(key), list[tuple[float, float]])

@@ -104,8 +104,7 @@ class RowLedger:
 
     def append_absent(self, start: int, count: int) -> RowLedger:
         """This ledger and `count` rows that the engine did not give: zeros, marked ROW_ABSENT. Raises as `append`."""
-        zeros: NarrowRows = np.zeros((count, self.layers, self.top_k), row_dtype(self.experts))
-        return self.append(start, zeros, ROW_ABSENT)
+        return self.append(start, self._zeros(count), ROW_ABSENT)
 
     def known_rows(self, committed_tokens: int) -> int:
         """Rows that so many committed tokens have. Raises CodecError if the ledger does not hold just these."""
@@ -121,7 +120,7 @@ class RowLedger:
         """Rows [start, end) and their provenance, copied together. Raises CodecError beyond what is recorded."""
         if not 0 <= start <= end <= self.total:
             raise CodecError(f"route rows {start} to {end} are not all there: {self.total} are recorded")
-        rows: NarrowRows = np.empty((end - start, self.layers, self.top_k), row_dtype(self.experts))
+        rows = self._zeros(end - start)
         provenance = np.empty(end - start, np.uint8)
         for chunk in self._chunks:
             begin, stop = max(start, chunk.start), min(end, chunk.start + len(chunk.rows))
@@ -129,3 +128,7 @@ class RowLedger:
                 rows[begin - start : stop - start] = chunk.rows[begin - chunk.start : stop - chunk.start]
                 provenance[begin - start : stop - start] = chunk.provenance[begin - chunk.start : stop - chunk.start]
         return rows, provenance
+
+    def _zeros(self, count: int) -> NarrowRows:
+        shape = count, self.layers, self.top_k
+        return np.zeros(shape, np.uint8) if row_dtype(self.experts) == np.uint8 else np.zeros(shape, np.uint16)
