@@ -17,10 +17,11 @@ import msgspec
 
 from actors.commands import CommandStream
 from actors.engines import EngineOptions, launch_spec
-from actors.engines.http import EngineControl, PauseMode
+from actors.engines.http import EngineControl
 from actors.engines.process import EngineProcess
 from segue import boot
 from segue.boot import RunContext
+from segue.config.capabilities import realise
 from segue.errors import EngineError, EngineUnavailable
 from segue.events import engine, offload, run
 from segue.ids import fresh_id
@@ -181,12 +182,13 @@ class RolloutActor:
         """Requests were cut by id before; `retract` on the empty engine takes 3 ms, its own `abort` a second."""
         assert self.control is not None
         began_s = writer.clock.mono_s()
-        realised: PauseMode = "in_place" if body.mode == "in_place" else "retract"
-        await self.control.pause(realised)
-        if realised == "retract":
+        config = self.ctx.config
+        how = realise(body.mode, partial=config.rollout.partial, r3=config.r3.enabled)
+        await self.control.pause(how.engine_pause)
+        if how.flush:
             await self.control.flush(FLUSH_TIMEOUT_S)
         took_s = writer.clock.mono_s() - began_s
-        return engine.EnginePaused(body.pause, self.engine_id, body.mode, realised, took_s)
+        return engine.EnginePaused(body.pause, self.engine_id, body.mode, how.engine_pause, took_s)
 
 
 def checksum_digest(checksums: dict[str, str]) -> str:

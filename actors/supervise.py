@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import logging
 import os
 import socket
@@ -61,12 +62,15 @@ def _actors(ctx: RunContext) -> dict[str, Create]:
     }
     rollout = ray.remote(RolloutShell)
     trainer = ray.remote(TrainerShell)
-    creators: dict[str, Create] = {}
-    for i in range(ctx.config.engine.count):
-        engine_id = f"engine-{i}"
-        creators[engine_id] = lambda e=engine_id: rollout.options(**options, name=f"{ctx.run_id}-{e}").remote(folder, e)
-    creators["trainer"] = lambda: trainer.options(**options, name=f"{ctx.run_id}-trainer").remote(folder)
-    return creators
+
+    def create_engine(engine_id: str) -> ActorHandle[Any]:
+        return rollout.options(**options, name=f"{ctx.run_id}-{engine_id}").remote(folder, engine_id)
+
+    def create_trainer() -> ActorHandle[Any]:
+        return trainer.options(**options, name=f"{ctx.run_id}-trainer").remote(folder)
+
+    engines = [f"engine-{i}" for i in range(ctx.config.engine.count)]
+    return {**{e: functools.partial(create_engine, e) for e in engines}, "trainer": create_trainer}
 
 
 def _has_gpu() -> bool:

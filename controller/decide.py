@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from segue.config.capabilities import realise
 from segue.events import engine, run, step, turn, weights, work
 from segue.events.base import Body
 from segue.state.run import EngineState, GroupState, RunState
@@ -153,8 +154,8 @@ def _pause_train_sync_resume(state: RunState, k: int) -> Iterable[Decision]:
 
 def _cuts_turns(state: RunState) -> bool:
     """Whether the pause takes running requests off the engines by their ids (else the engine keeps them)."""
-    mode = state.config.rollout.pause_mode
-    return mode == "abort" or (mode == "retract" and state.config.r3.enabled)
+    rollout = state.config.rollout
+    return realise(rollout.pause_mode, partial=rollout.partial, r3=state.config.r3.enabled).cut
 
 
 def _train(state: RunState, k: int) -> Issue:

@@ -40,6 +40,7 @@ def create(config: Config) -> Path:
 
 def write_config(folder: Path, config: Config) -> None:
     """Write down what the run's processes read; done at every start, because --resume may change options."""
+    # For the owner only: log.url may hold a password.
     _write(folder / CONFIG_TOML, print_config(config).encode())
     _write(folder / "config.json", msgspec.json.encode(config))
 
@@ -76,13 +77,13 @@ def open_endpoints(folder: Path, config: Config, log_url: str) -> RunContext:
         admin_token=secrets.token_urlsafe(24),
         worker_token=secrets.token_urlsafe(24),
     )
-    _write(folder / "endpoints.json", msgspec.json.encode(endpoints), mode=0o600)
+    _write(folder / "endpoints.json", msgspec.json.encode(endpoints))
     return RunContext.load(folder)
 
 
-def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
+def _write(path: Path, data: bytes) -> None:
     temporary = path.with_suffix(".tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
         file.flush()

@@ -39,9 +39,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
             scores = _upcast(logits[rows], temperature[rows])
             norm = scores.logsumexp(dim=1)
             logprobs[rows] = scores.gather(1, targets[rows].unsqueeze(1)).squeeze(1) - norm
-            probs = (scores - norm.unsqueeze(1)).exp_()
-            # 0 * -inf is nan: a forbidden token contributes nothing to the entropy.
-            entropies[rows] = norm - torch.where(probs > 0, probs * scores, 0.0).sum(dim=1)
+            # entr(p) = -p log p, and 0 for a forbidden token, where p * log p would be nan.
+            entropies[rows] = torch.special.entr(scores.sub_(norm.unsqueeze(1)).exp_()).sum(dim=1)
         return logprobs, entropies
 
     @staticmethod
@@ -53,14 +52,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
         result = torch.empty_like(logits)
         for start in range(0, len(targets), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            logp = _upcast(logits[rows], temperature[rows]).log_softmax(dim=1)
-            probs = logp.exp()
+            probs = _upcast(logits[rows], temperature[rows]).softmax(dim=1)
             grad = probs * -grad_logprobs[rows].unsqueeze(1)
             grad.scatter_add_(1, targets[rows].unsqueeze(1), grad_logprobs[rows].unsqueeze(1))
             if grad_entropies is not None:
-                plogp = torch.where(probs > 0, probs * logp, 0.0)
-                entropy = -plogp.sum(dim=1, keepdim=True)
-                grad -= (plogp + probs * entropy) * grad_entropies[rows].unsqueeze(1)
+                entropy = torch.special.entr(probs)
+                grad += (entropy - probs * entropy.sum(dim=1, keepdim=True)) * grad_entropies[rows].unsqueeze(1)
             result[rows] = grad.div_(temperature[rows].unsqueeze(1)).to(result.dtype)
         return result, None, None, None
 

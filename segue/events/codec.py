@@ -100,4 +100,14 @@ def known_types() -> dict[str, type[Body]]:
     return dict(sorted(LATEST.items()))
 
 
-__all__ = ["REGISTRY", "Recorded", "decode", "decode_body", "decode_envelope", "encode", "encode_body", "known_types", "upcast"]
+__all__ = [
+    "REGISTRY",
+    "Recorded",
+    "decode",
+    "decode_body",
+    "decode_envelope",
+    "encode",
+    "encode_body",
+    "known_types",
+    "upcast",
+]

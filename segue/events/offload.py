@@ -6,21 +6,21 @@ from segue.events.base import Body, command, fact
 
 
 @command("offload.release", handler="rollout or trainer actor", key=("pause", "owner", "tags"), follows="Released")
-class Release(Body):
+class Release(Body, frozen=True):
     pause: int
     owner: str
     tags: tuple[str, ...]
 
 
 @command("offload.onload", handler="rollout or trainer actor", key=("pause", "owner", "tags"), follows="Onloaded")
-class Onload(Body):
+class Onload(Body, frozen=True):
     pause: int
     owner: str
     tags: tuple[str, ...]
 
 
 @fact("offload.released", emitter="rollout or trainer actor", key=("pause", "owner", "tags"))
-class Released(Body):
+class Released(Body, frozen=True):
     """Bytes on device and host before and after, as the owner measures them (0 where nothing is measured)."""
 
     pause: int
@@ -33,7 +33,7 @@ class Released(Body):
 
 
 @fact("offload.onloaded", emitter="rollout or trainer actor", key=("pause", "owner", "tags"))
-class Onloaded(Body):
+class Onloaded(Body, frozen=True):
     pause: int
     owner: str
     tags: tuple[str, ...]

@@ -6,7 +6,7 @@ from segue.events.base import Body, command, fact
 
 
 @fact("run.started", emitter="controller", key=("run_id",), identity=("config_digest",), follows="TrainerReady")
-class RunStarted(Body):
+class RunStarted(Body, frozen=True):
     """A new run begins; appended once, before anything else. `config` is the resolved configuration as JSON."""
 
     run_id: str
@@ -19,7 +19,7 @@ class RunStarted(Body):
 
 
 @fact("run.resumed", emitter="controller", follows="TrainerReady")
-class RunResumed(Body):
+class RunResumed(Body, frozen=True):
     """The controller came back to a run that the log knows already.
 
     `whole`: every process of the run is new (`--resume`); otherwise only the controller is, and the others go on.
@@ -35,7 +35,7 @@ class RunResumed(Body):
 
 
 @command("run.stop", handler="supervisor", key=("reason", "restart"), follows="RunStopped within 60 s")
-class StopRun(Body):
+class StopRun(Body, frozen=True):
     """End the run: finished, or asked for by a person."""
 
     reason: str
@@ -43,7 +43,7 @@ class StopRun(Body):
 
 
 @fact("run.stopped", emitter="controller", follows="nothing until RunResumed")
-class RunStopped(Body):
+class RunStopped(Body, frozen=True):
     """The run ended in good order. `reason`: completed | interrupted | failed; `detail` is for people."""
 
     reason: str
@@ -51,7 +51,7 @@ class RunStopped(Body):
 
 
 @fact("run.alarm", emitter="any process", follows="a decision of the controller, if the kind asks for one")
-class AlarmRaised(Body):
+class AlarmRaised(Body, frozen=True):
     """Something that should not happen: a missed deadline, a stall, a refused command."""
 
     kind: str
@@ -60,7 +60,7 @@ class AlarmRaised(Body):
 
 
 @fact("run.process_started", emitter="each service")
-class ServiceReady(Body):
+class ServiceReady(Body, frozen=True):
     """A service process answers at `url` from now on (`pid` on its host)."""
 
     service: str
@@ -69,7 +69,7 @@ class ServiceReady(Body):
 
 
 @fact("run.process_restarted", emitter="supervisor, actors.supervise, rollout actor")
-class ProcessRestarted(Body):
+class ProcessRestarted(Body, frozen=True):
     """A child died and its keeper started it again after `backoff_s`. `count` restarts so far in this run."""
 
     process: str
@@ -79,7 +79,7 @@ class ProcessRestarted(Body):
 
 
 @fact("run.lineage_raised", emitter="controller", key=("lineage",), identity=("abandoned_steps",))
-class LineageRaised(Body):
+class LineageRaised(Body, frozen=True):
     """Re-executed steps gave other weights than recorded: their versions are abandoned, numbering goes on above."""
 
     lineage: int
@@ -88,7 +88,7 @@ class LineageRaised(Body):
 
 
 @fact("run.command_dead_lettered", emitter="the command's consumer", key=("command_position", "target"), identity=())
-class CommandDeadLettered(Body):
+class CommandDeadLettered(Body, frozen=True):
     """A command was delivered too often without being acknowledged and was set aside."""
 
     command_position: int

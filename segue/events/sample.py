@@ -6,7 +6,7 @@ from segue.events.base import Body, Bulk, fact
 
 
 @fact("sample.reward_recorded", emitter="session server", key=("session_id", "reward_key"), identity=("value", "turn"))
-class RewardRecorded(Body):
+class RewardRecorded(Body, frozen=True):
     """A reward from the environment: of the whole rollout (`turn` = -1) or of one turn, counted from 0."""
 
     session_id: str
@@ -22,7 +22,7 @@ class RewardRecorded(Body):
     identity=("frame_digest",),
     follows="GroupCompleted or GroupDropped of its group",
 )
-class SampleReady(Body):
+class SampleReady(Body, frozen=True):
     """The rollout's sample frame is stored. `frame_digest` is that of the frame's bytes."""
 
     sample_id: str
@@ -43,7 +43,7 @@ class SampleReady(Body):
 
 
 @fact("sample.rejected", emitter="session server", key=("rollout_id",), identity=())
-class SampleRejected(Body):
+class SampleRejected(Body, frozen=True):
     """The session ended without a usable sample; its group member fails."""
 
     rollout_id: str
@@ -55,7 +55,7 @@ class SampleRejected(Body):
 
 
 @fact("sample.rescored", emitter="segue rescore")
-class Rescored(Body):
+class Rescored(Body, frozen=True):
     """A recorded sample was run through an engine or trainer again, off line, to compare log-probs and routes."""
 
     sample_id: str

@@ -6,7 +6,7 @@ from segue.events.base import Body, fact
 
 
 @fact("session.opened", emitter="session server", key=("session_id",), identity=("token_digest",))
-class SessionOpened(Body):
+class SessionOpened(Body, frozen=True):
     """A session exists. `token_digest` is the sha256 of its bearer token; the token itself is never recorded."""
 
     session_id: str
@@ -23,7 +23,7 @@ class SessionOpened(Body):
 
 
 @fact("session.finished", emitter="session server", key=("session_id",), follows="SampleReady or SampleRejected")
-class SessionFinished(Body):
+class SessionFinished(Body, frozen=True):
     """The environment is done with it. `status`: what the environment said (ok | failed | truncated ...)."""
 
     session_id: str
@@ -32,7 +32,7 @@ class SessionFinished(Body):
 
 
 @fact("session.abandoned", emitter="session server", key=("session_id",))
-class SessionAbandoned(Body):
+class SessionAbandoned(Body, frozen=True):
     """Deleted by its client: no sample, its group member fails."""
 
     session_id: str
@@ -40,7 +40,7 @@ class SessionAbandoned(Body):
 
 
 @fact("session.expired", emitter="session server", key=("session_id",))
-class SessionExpired(Body):
+class SessionExpired(Body, frozen=True):
     """Its lease or time to live passed without a finish."""
 
     session_id: str

@@ -6,7 +6,7 @@ from segue.events.base import Body, command, fact
 
 
 @fact("step.trainer_ready", emitter="trainer actor", follows="a sync if an engine holds another version")
-class TrainerReady(Body):
+class TrainerReady(Body, frozen=True):
     """A trainer process is up and holds `version` after `step` steps: fresh, from a checkpoint, or re-executed."""
 
     incarnation: str
@@ -19,7 +19,7 @@ class TrainerReady(Body):
 
 
 @command("step.train", handler="trainer actor", key=("lineage", "step"), follows="StepPlanned, then StepFinished")
-class TrainStep(Body):
+class TrainStep(Body, frozen=True):
     """Train step `step` (from 1) on these samples, all of them. `version`: of the weights before it."""
 
     lineage: int
@@ -31,13 +31,13 @@ class TrainStep(Body):
 
 
 @command("step.save_checkpoint", handler="trainer actor", key=("lineage", "step"), follows="CheckpointCommitted")
-class SaveCheckpoint(Body):
+class SaveCheckpoint(Body, frozen=True):
     lineage: int
     step: int
 
 
 @command("step.evaluate", handler="session servers", key=("evaluation",), follows="EvaluationFinished")
-class Evaluate(Body):
+class Evaluate(Body, frozen=True):
     """Announce an evaluation over eval groups [first_group, end_group) with the weights `version`."""
 
     evaluation: int
@@ -54,7 +54,7 @@ class Evaluate(Body):
     identity=("sample_ids", "seed"),
     follows="StepFinished",
 )
-class StepPlanned(Body):
+class StepPlanned(Body, frozen=True):
     """The trainer holds the samples and is about to train on exactly these."""
 
     lineage: int
@@ -71,7 +71,7 @@ class StepPlanned(Body):
     identity=("version", "digest"),
     follows="SyncWeights",
 )
-class StepFinished(Body):
+class StepFinished(Body, frozen=True):
     """The optimizer stepped: weights `version` with `digest` exist in the trainer. `busy_s`: time spent in passes."""
 
     lineage: int
@@ -84,7 +84,7 @@ class StepFinished(Body):
 
 
 @fact("step.checkpoint_committed", emitter="trainer actor", key=("lineage", "step"), identity=("version", "digest"))
-class CheckpointCommitted(Body):
+class CheckpointCommitted(Body, frozen=True):
     """Everything up to `step` is safe on disk at `path`; leases of its samples end, cursors move."""
 
     lineage: int
@@ -96,7 +96,7 @@ class CheckpointCommitted(Body):
 
 
 @fact("step.evaluation_finished", emitter="controller", key=("evaluation",), identity=("reward_mean",))
-class EvaluationFinished(Body):
+class EvaluationFinished(Body, frozen=True):
     evaluation: int
     step: int
     version: int

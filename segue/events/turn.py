@@ -9,7 +9,7 @@ Span = tuple[int, int, int]
 
 
 @command("turn.abort", handler="session servers", key=("pause",), follows="TurnInterrupted of every open turn in 30 s")
-class AbortTurns(Body):
+class AbortTurns(Body, frozen=True):
     """Take every running request off the engines by its id and keep what came back.
 
     `keep_partial`: carry the turn on from its tokens after the pause; otherwise they are dropped (TurnDiscarded)
@@ -27,7 +27,7 @@ class AbortTurns(Body):
     key=("request_id",),
     follows="TurnCommitted, TurnInterrupted, TurnDiscarded or TurnFailed by the turn deadline",
 )
-class TurnStarted(Body):
+class TurnStarted(Body, frozen=True):
     """A request for this turn was sent to an engine. A carried-on turn has one request per part."""
 
     session_id: str
@@ -43,7 +43,7 @@ class TurnStarted(Body):
     key=("session_id", "turn_id"),
     identity=("token_digest", "logprob_digest", "rows_digest"),
 )
-class TurnCommitted(Body):
+class TurnCommitted(Body, frozen=True):
     """The turn is part of the session for good; the answer goes to the client after this.
 
     The graph node is `turn_id`, below `parent_id` ("" for a root). `messages`: JSON of the appended request messages
@@ -78,7 +78,7 @@ class TurnCommitted(Body):
     identity=("token_digest",),
     follows="TurnResumed after EngineResumed, or TurnDiscarded",
 )
-class TurnInterrupted(Body):
+class TurnInterrupted(Body, frozen=True):
     """The request was cut; what it had produced is kept. `tokens`: frame `output`, `logprobs` and rows if any."""
 
     session_id: str
@@ -93,7 +93,7 @@ class TurnInterrupted(Body):
 
 
 @fact("turn.resumed", emitter="session server", key=("request_id",))
-class TurnResumed(Body):
+class TurnResumed(Body, frozen=True):
     """A cut turn goes on from its kept tokens under a new request id."""
 
     session_id: str
@@ -104,7 +104,7 @@ class TurnResumed(Body):
 
 
 @fact("turn.discarded", emitter="session server", key=("request_id",))
-class TurnDiscarded(Body):
+class TurnDiscarded(Body, frozen=True):
     """The tokens of a cut or orphaned request were dropped; the turn is generated again or retried by its client."""
 
     session_id: str
@@ -115,7 +115,7 @@ class TurnDiscarded(Body):
 
 
 @fact("turn.failed", emitter="session server", key=("request_id",))
-class TurnFailed(Body):
+class TurnFailed(Body, frozen=True):
     """The turn ended without an answer; the client got `status`. The session is as it was before."""
 
     session_id: str

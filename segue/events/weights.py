@@ -15,8 +15,13 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
 
 
-@command("weights.sync", handler="trainer actor", key=("sync",), follows="WeightsSynced or SyncFailed within the sync deadline")
-class SyncWeights(Body):
+@command(
+    "weights.sync",
+    handler="trainer actor",
+    key=("sync",),
+    follows="WeightsSynced or SyncFailed within the sync deadline",
+)
+class SyncWeights(Body, frozen=True):
     """Load weight version `version` into `engines`, which are paused and empty (or frozen, in mode in_place)."""
 
     sync: int
@@ -27,14 +32,14 @@ class SyncWeights(Body):
 
 
 @fact("weights.sync_begun", emitter="trainer actor", follows="WeightsSynced or SyncFailed")
-class SyncBegun(Body):
+class SyncBegun(Body, frozen=True):
     sync: int
     version: int
     engines: tuple[str, ...]
 
 
 @fact("weights.bucket_loaded", emitter="trainer actor")
-class BucketLoaded(Body):
+class BucketLoaded(Body, frozen=True):
     """One bucket reached one engine (sampled: not every bucket is recorded)."""
 
     sync: int
@@ -44,7 +49,7 @@ class BucketLoaded(Body):
 
 
 @fact("weights.synced", emitter="trainer actor", key=("sync",), identity=("version", "digest"))
-class WeightsSynced(Body):
+class WeightsSynced(Body, frozen=True):
     """Every engine named holds `version`, proved equal by checksum; the router admits it."""
 
     sync: int
@@ -57,7 +62,7 @@ class WeightsSynced(Body):
 
 
 @fact("weights.sync_failed", emitter="trainer actor", key=("sync",), identity=(), follows="a new sync or EngineLost")
-class SyncFailed(Body):
+class SyncFailed(Body, frozen=True):
     """`torn`: engines that may hold a part of the new weights."""
 
     sync: int

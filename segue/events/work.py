@@ -10,7 +10,7 @@ from segue.events.base import Body, command, fact
 @command(
     "work.open_admission", handler="session servers, router", key=("admission",), follows="AdmissionOpened within 10 s"
 )
-class OpenAdmission(Body):
+class OpenAdmission(Body, frozen=True):
     """Lease the rollouts of groups [first_group, end_group); held turns go on. `admission` numbers all openings."""
 
     admission: int
@@ -24,20 +24,20 @@ class OpenAdmission(Body):
 @command(
     "work.close_admission", handler="session servers, router", key=("pause",), follows="AdmissionClosed within 10 s"
 )
-class CloseAdmission(Body):
+class CloseAdmission(Body, frozen=True):
     """Lease nothing more and hold new turns until the next OpenAdmission."""
 
     pause: int
 
 
 @fact("work.admission_opened", emitter="session servers, router", key=("admission", "service"))
-class AdmissionOpened(Body):
+class AdmissionOpened(Body, frozen=True):
     admission: int
     service: str
 
 
 @fact("work.admission_closed", emitter="session servers, router", key=("pause", "service"))
-class AdmissionClosed(Body):
+class AdmissionClosed(Body, frozen=True):
     """From here on this service starts no request at an engine until the engine was resumed."""
 
     pause: int
@@ -51,7 +51,7 @@ class AdmissionClosed(Body):
     identity=("session_id",),
     follows="RolloutReceived, RolloutReturned or the end of its session by deadline_wall_s",
 )
-class RolloutReserved(Body):
+class RolloutReserved(Body, frozen=True):
     """A rollout was leased to an environment worker through `session_id`."""
 
     rollout_id: str
@@ -67,7 +67,7 @@ class RolloutReserved(Body):
 
 
 @fact("work.rollout_received", emitter="session server", key=("rollout_id",), identity=("session_id",))
-class RolloutReceived(Body):
+class RolloutReceived(Body, frozen=True):
     """The environment finished the rollout; its sample (if it has one) is in the log."""
 
     rollout_id: str
@@ -76,7 +76,7 @@ class RolloutReceived(Body):
 
 
 @fact("work.rollout_returned", emitter="session server", key=("rollout_id", "attempt"), follows="a new RolloutReserved")
-class RolloutReturned(Body):
+class RolloutReturned(Body, frozen=True):
     """The lease ended without a finish; the rollout can be leased again unless `final`."""
 
     rollout_id: str
@@ -86,7 +86,7 @@ class RolloutReturned(Body):
 
 
 @fact("work.group_completed", emitter="controller", key=("purpose", "group"), identity=("sample_ids",))
-class GroupCompleted(Body):
+class GroupCompleted(Body, frozen=True):
     """Every member of the group has its sample."""
 
     purpose: Literal["train", "eval"]
@@ -95,7 +95,7 @@ class GroupCompleted(Body):
 
 
 @fact("work.group_dropped", emitter="controller", key=("purpose", "group"), identity=())
-class GroupDropped(Body):
+class GroupDropped(Body, frozen=True):
     """The group will not train: a member failed, or a filter rejected it."""
 
     purpose: Literal["train", "eval"]

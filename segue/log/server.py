@@ -14,7 +14,6 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from urllib.parse import quote
 
 from segue.errors import LogCorruptError, LogError, LogUnavailable
 from segue.log import redis
+from segue.ports import free_port
 
 UNIX_PATH_LIMIT = 100
 """Bytes; sun_path holds 108, and the server appends a suffix while it binds."""
@@ -64,7 +64,7 @@ def server_command(
     path = folder / "server.sock"
     if host or len(os.fsencode(path)) > UNIX_PATH_LIMIT:
         host = host or "127.0.0.1"
-        port = port or _free_port(host)
+        port = port or free_port(host)
         password = password or secrets.token_urlsafe(24)
         listen = [("bind", host), ("port", str(port)), ("requirepass", password)]
         url = f"redis://:{quote(password, safe='')}@{f'[{host}]' if ':' in host else host}:{port}/0"
@@ -104,12 +104,6 @@ def _binary() -> Path:
 
 def _quoted(value: str) -> str:
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 async def wait_ready(url: str, deadline_s: float, *, log_file: Path | None = None, pid: int | None = None) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from segue.errors import (
     ConflictError,
@@ -17,19 +14,18 @@ from segue.errors import (
     GapError,
     LogCorruptError,
     LogError,
-    LogUnavailable,
     SessionSeqError,
 )
-from segue.events.run import AlarmRaised, RunStarted
+from segue.events.run import RunStarted
 from segue.events.step import StepFinished
 from segue.events.work import CloseAdmission
-from segue.ids import EventId, fresh_id
-from segue.log import Appended, EventLog, FileLog, MemoryLog, Prepared, Writer, seal
+from segue.ids import EventId
+from segue.log import Appended, EventLog, FileLog, Prepared, seal
 from segue.log import protocol as log_protocol
 from segue.log import redis as redis_log
 from segue.testing import alarm
 from segue.testing.events import Pen, prepare
-from segue.testing.log_fixtures import LogServer, World, log, log_server, world
+from segue.testing.log_fixtures import World, log, log_server, world
 
 __all__ = ["log", "log_server", "world"]  # fixtures
 
@@ -306,292 +302,6 @@ async def test_a_duplicate_by_key_leaves_the_session_counter(log: EventLog) -> N
     assert await append(log, pen.prepare(expect=("s1", 1))) == [Appended(2, False)]
 
 
-# deliveries
-
-
-async def test_a_command_reaches_each_of_its_targets_once(log: EventLog) -> None:
-    pen = await pen_of(log)
-    await append(log, pen.prepare(), pen.prepare(CloseAdmission(pause=1), targets=("router", "session-0")))
-    for target in ("router", "session-0"):
-        [delivery] = await log.receive(target, "c")
-        assert (delivery.target, delivery.deliveries) == (target, 1)
-        assert (delivery.event.position, delivery.event.body) == (2, CloseAdmission(pause=1))
-        assert await log.receive(target, "c") == []
-    assert await log.receive("nobody", "c") == []
-
-
-async def test_commands_sent_before_the_first_consumer_came_are_delivered(world: World) -> None:
-    writer, consumer = await world.open(), await world.open()
-    pen = await pen_of(writer)
-    await append(writer, *[pen.prepare(CloseAdmission(pause=i), targets=("router",)) for i in range(3)])
-    assert [d.event.position for d in await consumer.receive("router", "r1")] == [1, 2, 3]
-
-
-async def test_two_consumers_of_a_target_share_its_commands(world: World) -> None:
-    one, two = await world.open(), await world.open()
-    pen = await pen_of(one)
-    await append(one, *[pen.prepare(CloseAdmission(pause=i), targets=("t",)) for i in range(4)])
-    first, second = await one.receive("t", "c1", limit=2), await two.receive("t", "c2", limit=8)
-    assert [d.event.position for d in first] == [1, 2]
-    assert [d.event.position for d in second] == [3, 4]
-
-
-async def test_a_waiting_consumer_wakes_when_a_command_comes(world: World) -> None:
-    consumer, writer = await world.open(), await world.open()
-    pen = await pen_of(writer)
-    async with asyncio.TaskGroup() as tasks:
-        receiving = tasks.create_task(consumer.receive("t", "c", wait_s=20.0))
-        await asyncio.sleep(0.05)
-        await append(writer, pen.prepare(CloseAdmission(pause=1), targets=("t",)))
-    assert [d.event.position for d in receiving.result()] == [1]
-    started = time.monotonic()
-    assert await consumer.receive("t", "c", wait_s=0.1) == []
-    assert 0.09 <= time.monotonic() - started < 5.0
-
-
-async def test_after_a_restart_a_consumer_gets_its_own_pending_first_then_new_ones(world: World) -> None:
-    before, writer = await world.open(), await world.open()
-    pen = await pen_of(writer)
-    await append(writer, *[pen.prepare(CloseAdmission(pause=i), targets=("t",)) for i in range(4)])
-    assert len(await before.receive("t", "c", limit=3)) == 3
-    await before.acknowledge("t", [2])
-    after = await world.open()
-    again = await after.receive("t", "c")
-    assert [(d.event.position, d.deliveries) for d in again] == [(1, 2), (3, 2)]
-    assert [(d.event.position, d.deliveries) for d in await after.receive("t", "c")] == [(4, 1)]
-    assert await after.receive("t", "c") == []
-
-
-async def test_the_limit_holds_for_pending_commands_too(world: World) -> None:
-    before, after = await world.open(), await world.open()
-    pen = await pen_of(before)
-    await append(before, *[pen.prepare(CloseAdmission(pause=i), targets=("t",)) for i in range(5)])
-    assert len(await before.receive("t", "c")) == 5
-    given = [await after.receive("t", "c", limit=2) for _ in range(4)]
-    assert [[d.event.position for d in batch] for batch in given] == [[1, 2], [3, 4], [5], []]
-    assert {d.deliveries for batch in given for d in batch} == {2}
-
-
-async def test_an_acknowledged_command_never_comes_again(world: World) -> None:
-    before, after = await world.open(), await world.open()
-    pen = await pen_of(before)
-    await append(before, pen.prepare(CloseAdmission(pause=1), targets=("t",)))
-    await before.receive("t", "c")
-    await before.acknowledge("t", [1])
-    await before.acknowledge("t", [1])
-    await before.acknowledge("t", [])
-    assert await after.receive("t", "c") == []
-    assert await after.reclaim("t", "other", min_idle_s=0.0) == []
-
-
-async def test_commands_of_a_dead_consumer_are_reclaimed_and_counted(world: World) -> None:
-    dead, living = await world.open(), await world.open()
-    pen = await pen_of(dead)
-    await append(dead, *[pen.prepare(CloseAdmission(pause=i), targets=("t",)) for i in range(3)])
-    await dead.receive("t", "dead")
-    assert await living.receive("t", "living") == []
-    taken = await living.reclaim("t", "living", min_idle_s=0.0, limit=2)
-    assert [(d.event.position, d.deliveries, d.event.body) for d in taken] == [
-        (1, 2, CloseAdmission(pause=0)), (2, 2, CloseAdmission(pause=1)),
-    ]  # fmt: skip
-    assert [d.event.position for d in await living.reclaim("t", "living", min_idle_s=0.0)] == [3]
-    assert await living.receive("t", "living") == []
-    await living.acknowledge("t", [1, 2, 3])
-    assert await (await world.open()).reclaim("t", "third", min_idle_s=0.0) == []
-
-
-async def test_what_is_not_idle_long_enough_is_left_alone(world: World) -> None:
-    holder, taker = await world.open(), await world.open()
-    pen = await pen_of(holder)
-    await append(holder, *[pen.prepare(CloseAdmission(pause=i), targets=("t",)) for i in range(2)])
-    await holder.receive("t", "holder")
-    assert await taker.reclaim("t", "taker", min_idle_s=30.0) == []
-    await asyncio.sleep(0.3)
-    await holder.touch("t", "holder", [2])
-    assert [d.event.position for d in await taker.reclaim("t", "taker", min_idle_s=0.25)] == [1]
-
-
-async def test_a_consumer_does_not_reclaim_its_own_slow_deliveries(log: EventLog) -> None:
-    pen = await pen_of(log)
-    await append(log, pen.prepare(CloseAdmission(pause=1), targets=("t",)))
-    await log.receive("t", "c")
-    assert await log.reclaim("t", "c", min_idle_s=0.0) == []
-
-
-async def test_touch_neither_counts_a_delivery_nor_takes_it_back(world: World) -> None:
-    slow, quick = await world.open(), await world.open()
-    pen = await pen_of(slow)
-    await append(slow, pen.prepare(CloseAdmission(pause=1), targets=("t",)))
-    await slow.receive("t", "slow")
-    await slow.touch("t", "slow", [1])
-    [taken] = await quick.reclaim("t", "quick", min_idle_s=0.0)
-    assert taken.deliveries == 2
-    await slow.touch("t", "slow", [1])
-    again = await (await world.open()).receive("t", "quick")
-    assert [(d.event.position, d.deliveries) for d in again] == [(1, 3)]
-
-
-async def test_a_buried_command_is_a_dead_letter_once_and_pends_no_more(world: World) -> None:
-    log, other = await world.open(), await world.open()
-    pen = await pen_of(log)
-    await append(log, *[pen.prepare(CloseAdmission(pause=i), targets=("t",)) for i in range(3)])
-    await log.receive("t", "c", limit=2)
-    await log.bury("t", 2, "five deliveries, the last: boom")
-    await log.bury("t", 2, "again")
-    await log.bury("t", 1, "also")
-    await log.bury("t", 3, "was never delivered")
-    assert await other.buried("t") == [(2, "five deliveries, the last: boom"), (1, "also")]
-    assert await other.buried("elsewhere") == []
-    assert [d.event.position for d in await other.receive("t", "c")] == [3]
-
-
-async def test_a_delivery_that_kills_its_consumers_counts_up_to_the_dead_letter(world: World) -> None:
-    pen = await pen_of(await world.open())
-    await append(await world.open(), pen.prepare(CloseAdmission(pause=1), targets=("t",)))
-    for attempt in range(1, 5):
-        process = await world.open()
-        [delivery] = await process.receive("t", "c")
-        assert delivery.deliveries == attempt
-    await process.bury("t", 1, "poison")
-    assert await (await world.open()).receive("t", "c") == []
-
-
-# random interleavings against the log in memory as the model
-
-
-def operations() -> st.SearchStrategy[list[tuple[str, int, int, int]]]:
-    """(what, producer, how many, variant): appends of two producers, repetitions, restarts."""
-    kind = st.sampled_from(["append", "append", "keyed", "session", "retry", "restart", "skip", "old"])
-    return st.lists(st.tuples(kind, st.integers(0, 1), st.integers(1, 4), st.integers(0, 2)), max_size=25)
-
-
-class Interleaving:
-    """Draws the same batches for both logs; knows nothing of what the answers should be."""
-
-    def __init__(self, run: str) -> None:
-        self.run = run
-        self.pens = [Pen(run, "a", 0), Pen(run, "b", 0)]
-        self.sent: list[list[Prepared]] = [[], []]
-
-    def batch(self, what: str, who: int, count: int, variant: int) -> list[Prepared]:
-        pen, sent = self.pens[who], self.sent[who]
-        match what:
-            case "append":
-                made = [pen.prepare() for _ in range(count)]
-            case "keyed":
-                made = [pen.prepare(finished(i, digest=f"d{variant % 2}"), targets=("t",)) for i in range(count)]
-            case "session":
-                made = [pen.prepare(expect=(f"s{variant % 2}", i + variant)) for i in range(count)]
-            case "retry":
-                return sent[-count - variant :][:count]
-            case "skip":
-                return [pen.prepare(alarm(), seq=pen.seq + 1 + count)]
-            case _:
-                return [Pen(self.run, pen.producer, pen.epoch - 1).prepare()]
-        sent.extend(made)
-        return made
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=operations())
-async def test_any_interleaving_of_two_producers_with_retries_gives_what_the_model_gives(
-    log_server: LogServer, steps: Sequence[tuple[str, int, int, int]]
-) -> None:
-    run = fresh_id("run")
-    model, real = MemoryLog(run), await redis_log.connect(log_server.url, run)
-    try:
-        drawn = Interleaving(run)
-        for what, who, count, variant in [("restart", 0, 1, 0), ("restart", 1, 1, 0), *steps]:
-            if what == "restart":
-                producer = drawn.pens[who].producer
-                epoch = await model.claim(producer)
-                assert await real.claim(producer) == epoch
-                drawn.pens[who], drawn.sent[who] = Pen(run, producer, epoch), []
-                continue
-            batch = drawn.batch(what, who, count, variant)
-            expected, got = await model.append(batch), await real.append(batch)
-            assert [(type(a), str(a)) for a in got] == [(type(a), str(a)) for a in expected]
-        assert await real.read(0, limit=1000) == await model.read(0, limit=1000)
-        assert await real.receive("t", "c", limit=1000) == await model.receive("t", "c", limit=1000)
-    finally:
-        await real.close()
-
-
-# the writer
-
-
-async def test_the_writer_commits_what_arrives_meanwhile_in_one_group(log: EventLog) -> None:
-    sizes: list[int] = []
-
-    class Counting:
-        run = log.run
-        claim = log.claim
-
-        async def append(self, batch: Sequence[Prepared]) -> list[Appended | LogError]:
-            sizes.append(len(batch))
-            await asyncio.sleep(0.02)
-            return await log.append(batch)
-
-    async with await Writer.open(Counting(), "w") as writer:  # type: ignore[arg-type]
-        first = writer.submit(alarm(detail="0"))
-        await asyncio.sleep(0.005)
-        rest = [writer.submit(alarm(detail=str(i))) for i in range(1, 10)]
-        written = [await future for future in [first, *rest]]
-    assert sizes == [1, 9]
-    assert [w.position for w in written] == list(range(1, 11))
-    details = [e.body.detail for e in await log.read(0) if isinstance(e.body, AlarmRaised)]
-    assert details == [str(i) for i in range(10)]
-
-
-async def test_a_lost_answer_is_repeated_and_changes_nothing(log: EventLog) -> None:
-    class Lossy:
-        run = log.run
-        claim = log.claim
-        calls = 0
-
-        async def append(self, batch: Sequence[Prepared]) -> list[Appended | LogError]:
-            self.calls += 1
-            answers = await log.append(batch)
-            if self.calls in (1, 3):
-                raise LogUnavailable("the answer was lost")
-            return answers
-
-    lossy = Lossy()
-    async with await Writer.open(lossy, "w") as writer:  # type: ignore[arg-type]
-        first = await writer.append(finished(1))
-        second = await writer.append(finished(2), targets=("t",))
-    assert (first.position, second.position, lossy.calls) == (1, 2, 4)
-    assert await log.tail() == 2
-    assert len(await log.receive("t", "c")) == 1
-
-
-async def test_a_fenced_writer_stops_for_good(world: World) -> None:
-    old_process, new_process = await world.open(), await world.open()
-    async with await Writer.open(old_process, "controller") as old:
-        await old.append(alarm())
-        async with await Writer.open(new_process, "controller") as new:
-            await new.append(alarm())
-            with pytest.raises(FencedError):
-                await old.append(alarm())
-            with pytest.raises(FencedError):
-                await old.append(alarm())
-            await new.append(alarm())
-    assert await new_process.tail() == 3
-
-
-async def test_a_refused_fact_raises_in_its_own_append_and_the_writer_goes_on(log: EventLog) -> None:
-    async with await Writer.open(log, "w") as writer:
-        await writer.append(finished(1, digest="d1"))
-        refused = writer.submit(finished(1, digest="d2"))
-        lost = writer.submit(alarm(), expect=("s", 9))
-        good = writer.submit(alarm())
-        with pytest.raises(ConflictError):
-            await refused
-        with pytest.raises(SessionSeqError):
-            await lost
-        assert (await good).position == 2
-
-
 # sealed files read like the log they came from
 
 
@@ -635,8 +345,14 @@ async def test_a_sealed_log_takes_no_appends(log: EventLog, tmp_path: Path) -> N
     await seal(log, tmp_path)
     sealed = FileLog(tmp_path)
     for refused in (
-        sealed.claim("w"), sealed.append([pen.prepare()]), sealed.receive("t", "c"), sealed.acknowledge("t", [1]),
-        sealed.touch("t", "c", [1]), sealed.reclaim("t", "c", min_idle_s=0.0), sealed.bury("t", 1, "r"), sealed.buried("t"),
-    ):  # fmt: skip
+        sealed.claim("w"),
+        sealed.append([pen.prepare()]),
+        sealed.receive("t", "c"),
+        sealed.acknowledge("t", [1]),
+        sealed.touch("t", "c", [1]),
+        sealed.reclaim("t", "c", min_idle_s=0.0),
+        sealed.bury("t", 1, "r"),
+        sealed.buried("t"),
+    ):
         with pytest.raises(LogError, match="sealed"):
             await refused

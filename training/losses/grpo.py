@@ -1,6 +1,7 @@
 """PPO's clipped surrogate over the engine's own log-probs, token by token (GRPO, DAPO with clip_high > clip_low).
 
 per token: ratio = exp(logprob - behaviour), loss = max(-ratio * A, -clip(ratio, 1 - clip_low, 1 + clip_high) * A),
+if `dual_clip` c > 1 and A < 0, at most -c * A (a token the policy has left far behind pulls no harder than that);
 plus, if `kl_coef` > 0, kl_coef * (r' - log r' - 1) with r' = behaviour / policy (the k3 estimate of their KL).
 """
 
@@ -19,16 +20,19 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True)
 class GrpoOptions:
-    """Trust region of the ratio, and weights of the optional k3 KL and entropy bonus terms."""
+    """Trust region of the ratio; `dual_clip` (0: off, else > 1) and the k3 KL and entropy bonus weights are optional."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float = 0.0
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_low <= 1 or self.clip_high <= 0:
             raise ConfigError(f"clip_low must lie in (0, 1] and clip_high above 0: {self.clip_low}, {self.clip_high}")
+        if self.dual_clip != 0 and self.dual_clip <= 1:
+            raise ConfigError(f"dual_clip must be 0 (off) or above 1: {self.dual_clip}")
         if self.kl_coef < 0 or self.entropy_coef < 0:
             raise ConfigError(f"kl_coef and entropy_coef must not be negative: {self.kl_coef}, {self.entropy_coef}")
 
@@ -49,6 +53,8 @@ class GrpoLoss:
         losses = torch.maximum(-ratio * advantages, -clipped * advantages)
         cut = (-clipped > -ratio) == (advantages > 0)
         cut &= (clipped != ratio) & (advantages != 0) & mask
+        if o.dual_clip > 0:
+            losses = torch.where(advantages < 0, torch.minimum(losses, -o.dual_clip * advantages), losses)
         kl = (-log_ratio).exp() - 1 + log_ratio
         if o.kl_coef > 0:
             losses = losses + o.kl_coef * kl

@@ -331,8 +331,7 @@ class FakeEngine:
 
     async def check_weights(self, http: web.Request) -> web.Response:
         """Checksum of each tensor, one rank."""
-        sums = {name: tensor.checksum() for name, tensor in sorted(self.weights.items())}
-        return _json({"success": True, "message": "Success", "ranks": [{"checksums": sums}]})
+        return _json({"success": True, "message": "", "ranks": [{"checksums": weights.checksums(self.weights)}]})
 
 
 # --- bodies ---------------------------------------------------------------------------------------------------------

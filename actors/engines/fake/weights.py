@@ -1,5 +1,8 @@
 """Weights of the fake engine: named tensors as bytes, read from pickles and safetensors files without torch.
 
+Checksums carry SGLang's names and rule: it fuses q, k and v, gate and up, and the experts of a layer (all of it along
+the first axis, so bytes follow bytes), pads vocabularies with zero rows, and reports 8 bytes of SHA-256.
+
 Invariants: unpickling builds tensors and nothing else (any other global is refused); two loads of equal tensors give
 equal checksums whichever way they came; a load that fails changes nothing.
 """
@@ -10,11 +13,13 @@ import hashlib
 import io
 import json
 import pickle
+import re
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,6 +67,11 @@ _SAFETENSORS_DTYPES = {
 }
 
 
+_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+_PADDED = ("model.embed_tokens.weight", "lm_head.weight")
+_VOCAB_MULTIPLE = 64
+
+
 class WeightsRefused(ValueError):
     """A payload or folder that holds no weights; the message says why."""
 
@@ -74,10 +84,37 @@ class Tensor:
     shape: tuple[int, ...]
     data: bytes
 
-    def checksum(self) -> str:
-        """64 bits, hexadecimal, over dtype, shape and bytes."""
-        head = f"{self.dtype}{self.shape}".encode()
-        return hashlib.blake2b(head + self.data, digest_size=8).hexdigest()
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Engine's parameter name -> checksum, for tensors under the names of a checkpoint."""
+    parts: dict[str, list[tuple[int, int, bytes]]] = {}
+    for name, tensor in tensors.items():
+        target, expert, place = _engine_name(name)
+        parts.setdefault(target, []).append((expert, place, tensor.data + _padding(name, tensor)))
+    return {name: _checksum(b"".join(data for _, _, data in sorted(rows))) for name, rows in sorted(parts.items())}
+
+
+def _engine_name(name: str) -> tuple[str, int, int]:
+    if match := _EXPERT.match(name):
+        fused = "w2_weight" if match[3] == "down" else "w13_weight"
+        return f"{match[1]}.{fused}", int(match[2]), int(match[3] == "up")
+    for place, plain in enumerate(("q_proj", "k_proj", "v_proj")):
+        if f".{plain}." in name:
+            return name.replace(plain, "qkv_proj"), 0, place
+    for place, plain in enumerate(("gate_proj", "up_proj")):
+        if f".{plain}." in name:
+            return name.replace(plain, "gate_up_proj"), 0, place
+    return name, 0, 0
+
+
+def _padding(name: str, tensor: Tensor) -> bytes:
+    if name not in _PADDED:
+        return b""
+    return bytes(-tensor.shape[0] % _VOCAB_MULTIPLE * tensor.shape[1] * ITEM_BYTES[tensor.dtype])
+
+
+def _checksum(data: bytes) -> str:
+    return hashlib.sha256(data).digest()[:8].hex()
 
 
 def from_pickle(payload: bytes, load_format: str | None) -> dict[str, Tensor]:
@@ -123,16 +160,6 @@ class _Name:
     name: str
 
 
-class _BucketEntry:
-    """Stand-in for the metadata of one tensor in a flattened bucket; unpickling fills its attributes."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: _Name
-    start_idx: int
-    end_idx: int
-
-
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _GLOBALS:
@@ -171,7 +198,7 @@ def _tensor(
     return Tensor(dtype, tuple(shape), view.tobytes())
 
 
-def _split_bucket(flat: Tensor, entries: list[_BucketEntry]) -> dict[str, Tensor]:
+def _split_bucket(flat: Tensor, entries: list[SimpleNamespace]) -> dict[str, Tensor]:
     tensors = {}
     for entry in entries:
         data = flat.data[entry.start_idx : entry.end_idx]
@@ -185,5 +212,6 @@ _GLOBALS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch.storage", "_load_from_bytes"): _storage,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): OrderedDict,
-    ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"): _BucketEntry,
+    ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"): SimpleNamespace,
+    ("types", "SimpleNamespace"): SimpleNamespace,
 }
