@@ -1,0 +1,80 @@
+"""Leases over HTTP: an environment worker asks for a rollout and gets a session to play it in."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from segue.errors import ConflictError, RequestError
+from segue.events.session import SessionOpened
+from segue.events.work import RolloutReserved
+from session_server.chat_api import parse_object
+from session_server.handlers_session import base_url, json_response, number
+from session_server.server import Server
+from session_server.work import Candidate, task_seed
+
+MAX_WAIT_S = 30.0
+
+
+async def lease(server: Server, request: web.Request) -> web.StreamResponse:
+    """{wait_s?} -> 200 with a session, or 204 after wait_s without work (or while admission is closed)."""
+    server.tokens.require_worker(request.headers)
+    body = parse_object(await request.read() or b"{}")
+    wait_s = float(number(body, "wait_s", 0.0, 0.0, MAX_WAIT_S))
+    if len(server.sessions.live) >= server.ctx.config.session_server.max_open_sessions:
+        raise RequestError(429, "rate_limit_error", "too many sessions are open")
+    reserved = None
+    try:
+        async with asyncio.timeout(wait_s + 0.001) as limit:
+            while reserved is None:
+                candidate = server.work.next()
+                if candidate is None:
+                    await server.work.changed()
+                elif request.transport is None:
+                    server.work.put_back(candidate)  # nobody is there any more to play it
+                    break
+                else:
+                    limit.reschedule(None)
+                    reserved = await _reserve(server, candidate)
+    except TimeoutError:
+        pass
+    if reserved is None:
+        return web.Response(status=204)
+    return await _open(server, reserved)
+
+
+async def _reserve(server: Server, candidate: Candidate) -> RolloutReserved | None:
+    """None if another server was faster."""
+    config = server.ctx.config
+    fact = RolloutReserved(
+        rollout_id=candidate.rollout_id, attempt=candidate.attempt, session_id=server.own_session_id(),
+        purpose=candidate.purpose, group=candidate.group, member=candidate.member,
+        seed=task_seed(config.run.seed, candidate.purpose, candidate.group),
+        deadline_wall_s=server.clock.wall_s() + config.rollout.lease_s,
+    )  # fmt: skip
+    try:
+        await server.facts.append(fact)
+    except ConflictError:
+        return None
+    return fact
+
+
+async def _open(server: Server, lease: RolloutReserved) -> web.Response:
+    config = server.ctx.config
+    token, digest = server.session_token(lease.session_id)
+    temperature = config.evaluation.temperature if lease.purpose == "eval" else config.rollout.temperature
+    opened = SessionOpened(
+        session_id=lease.session_id, token_digest=digest, rollout_id=lease.rollout_id, group=lease.group,
+        member=lease.member, seed=lease.seed, purpose=lease.purpose, temperature=temperature,
+        ttl_s=config.rollout.lease_s, token_budget=config.rollout.max_session_tokens,
+    )  # fmt: skip
+    await server.open_session(opened, deadline_wall_s=lease.deadline_wall_s, lease_attempt=lease.attempt)
+    server.metrics.leases.inc()
+    return json_response(
+        {
+            "session_id": lease.session_id, "token": token, "base_url": base_url(server, lease.session_id),
+            "rollout_id": lease.rollout_id, "purpose": lease.purpose, "group": lease.group, "member": lease.member,
+            "index": lease.group, "seed": lease.seed, "task": {}, "deadline_wall_s": lease.deadline_wall_s,
+        }
+    )  # fmt: skip

@@ -1,0 +1,166 @@
+"""Between a turn in memory and the facts that record it: TurnCommitted and back, the frame of a kept partial.
+
+Invariant: `node(restore)` of a recorded fact equals the node that was made when it was committed, array for array.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from segue.blobs import BlobStore
+from segue.errors import CodecError, EngineError
+from segue.events.base import Bulk
+from segue.events.turn import TurnCommitted
+from segue.wire.engine import GenerateAnswer
+from segue.wire.frame import decode_frame, encode_frame
+from segue.wire.rows import NarrowRows, RowLedger, row_dtype
+from session_server.answers import answer_message
+from session_server.attempt import Ask
+from session_server.families import Generic
+from session_server.graph import Delivered, Graph, Node, TurnTokens
+from session_server.messages import Comparison, Message
+from session_server.partial import Partial
+
+TOKENS_KIND, ROWS_KIND, KEPT_KIND = "turn_tokens", "turn_rows", "turn_kept"
+TOKEN_LEVEL = "tokens"
+"""Context of turns whose prompt came as token ids."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Commit:
+    """A turn that is complete and about to be recorded."""
+
+    ask: Ask
+    turn_id: str
+    request_id: str
+    messages: tuple[Message, ...]
+    tokens: TurnTokens
+    rows: RowLedger | None
+    rows_start: int
+    finish_reason: str
+    parts: int
+    prompt_tokens: int
+
+
+def prepare(ask: Ask, turn_id: str, request_id: str, partial: Partial, finish: str, family: Generic) -> Commit:
+    """The finished turn. Raises EngineError if its rows do not match its tokens."""
+    output = np.array(partial.output, np.int32)
+    tokens = TurnTokens(ask.prompt, output, partial.logprobs(), tuple(partial.spans))
+    messages: tuple[Message, ...] = ()
+    if ask.context != TOKEN_LEVEL:
+        raw, calls = answer_message(family.text, partial.output, ask.sampling.stop, tools=ask.tools)
+        messages = (*ask.messages, Message(raw, ask.comparison))
+        finish = "tool_calls" if calls and finish == "stop" else finish
+    if partial.rows is not None:
+        try:
+            partial.rows.known_rows(partial.prompt_tokens + len(output))
+        except CodecError as error:
+            raise EngineError(f"request {request_id}: {error}") from error
+    start = ask.parent.rows.total if ask.parent is not None and ask.parent.rows is not None else 0
+    return Commit(
+        ask, turn_id, request_id, messages, tokens, partial.rows, start, finish, partial.parts, partial.prompt_tokens
+    )
+
+
+async def committed(commit: Commit, blobs: BlobStore) -> TurnCommitted:
+    """The fact; bulk bytes are in the blob store when this returns. Raises BlobError if there is no room."""
+    tokens, ask = commit.tokens, commit.ask
+    arrays = {"prompt": tokens.prompt, "output": tokens.output, "logprobs": tokens.logprobs}
+    rows: Bulk | None = None
+    rows_digest = ""
+    if commit.rows is not None:
+        new, provenance = commit.rows.slice(commit.rows_start, commit.rows.total)
+        rows = await blobs.bulk_async(encode_frame(ROWS_KIND, {}, {"rows": new, "provenance": provenance}))
+        rows_digest = _digest(new, provenance)
+    return TurnCommitted(
+        session_id=ask.session.session_id,
+        turn_id=commit.turn_id,
+        parent_id=ask.parent.turn_id if ask.parent is not None else "",
+        request_id=commit.request_id,
+        request_digest=ask.digest,
+        messages=await blobs.bulk_async(orjson.dumps([message.raw for message in commit.messages])),
+        tokens=await blobs.bulk_async(encode_frame(TOKENS_KIND, {"context": ask.context}, arrays)),
+        spans=tokens.spans,
+        finish_reason=commit.finish_reason,
+        prompt_tokens=commit.prompt_tokens,
+        output_tokens=len(tokens.output),
+        parts=commit.parts,
+        token_digest=_digest(tokens.prompt, tokens.output),
+        logprob_digest=_digest(tokens.logprobs),
+        rows_digest=rows_digest,
+        rows=rows,
+        rows_start=commit.rows_start,
+        idempotency_key=ask.idempotency_key,
+    )
+
+
+def node(commit: Commit, created_s: int) -> Node:
+    ask = commit.ask
+    return Node(
+        commit.turn_id, ask.parent, ask.context, commit.messages, commit.tokens, commit.finish_reason, commit.parts,
+        ask.digest, ask.idempotency_key, created_s, commit.rows,
+    )  # fmt: skip
+
+
+async def restore(
+    fact: TurnCommitted, graph: Graph, blobs: BlobStore, comparison: Comparison, empty_rows: RowLedger | None,
+    created_s: int,
+) -> Node:  # fmt: skip
+    """The node of a recorded turn, its parent taken from `graph`. Raises CodecError or BlobError for damaged bytes."""
+    parent = graph.by_id[fact.parent_id] if fact.parent_id else None
+    frame = decode_frame(await blobs.read_async(fact.tokens))
+    tokens = TurnTokens(
+        frame.array("prompt", np.int32),
+        frame.array("output", np.int32),
+        frame.array("logprobs", np.float32),
+        fact.spans,
+    )
+    messages = tuple(Message(raw, comparison) for raw in orjson.loads(await blobs.read_async(fact.messages)))
+    rows = parent.rows if parent is not None else empty_rows
+    if fact.rows is not None and rows is not None:
+        found = decode_frame(await blobs.read_async(fact.rows))
+        new: NarrowRows = found.arrays["rows"]
+        rows = rows.append(fact.rows_start, new, found.array("provenance", np.uint8))
+    return Node(
+        fact.turn_id, parent, str(frame.header["context"]), messages, tokens, fact.finish_reason,
+        fact.parts, fact.request_digest, fact.idempotency_key, created_s, rows, Delivered.UNKNOWN,
+    )  # fmt: skip
+
+
+async def kept(answer: GenerateAnswer, blobs: BlobStore) -> tuple[Bulk | None, str]:
+    """What an interrupted request produced, as a frame, and the digest of its tokens; None if there is nothing."""
+    output = np.array(answer.output_ids, np.int32)
+    digest = _digest(output)
+    if not answer.output_ids:
+        return None, digest
+    arrays: dict[str, NDArray[Any]] = {"output": output}
+    if answer.logprobs is not None:
+        arrays["logprobs"] = answer.logprobs
+    if answer.rows is not None:
+        arrays["rows"] = answer.rows
+    return await blobs.bulk_async(encode_frame(KEPT_KIND, {}, arrays)), digest
+
+
+def node_bytes(found: Node) -> int:
+    """What a node holds, about."""
+    tokens = found.tokens
+    size = tokens.prompt.nbytes + tokens.output.nbytes + tokens.logprobs.nbytes
+    size += sum(len(str(message.raw.get("content") or "")) for message in found.messages)
+    if found.rows is not None:
+        before = found.parent.rows.total if found.parent is not None and found.parent.rows is not None else 0
+        width = found.rows.layers * found.rows.top_k * row_dtype(found.rows.experts).itemsize
+        size += (found.rows.total - before) * width
+    return size
+
+
+def _digest(*arrays: NDArray[Any]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
