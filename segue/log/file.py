@@ -172,7 +172,7 @@ class FileLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._loaded: dict[int, Segment] = {}
-        self._ends: dict[int, str] = {}
+        self._ends: dict[int, str] = {}  # chains at the last positions of the segments read so far
         if path.is_dir():
             self._files = sorted(path.glob("segment-*.jsonl.zst"))
             if not self._files:
@@ -191,8 +191,8 @@ class FileLog:
         if segment is None:
             segment = load_segment(self._files[index])
             self._loaded = {index: segment}  # one at a time: a segment is some MB
-        self._ends[index] = segment.after
-        before = chain_start(segment.run) if segment.first == 1 else self._ends.get(index - 1, segment.before)
+        self._ends[segment.last] = segment.after
+        before = chain_start(segment.run) if segment.first == 1 else self._ends.get(segment.first - 1, segment.before)
         if segment.first != self._firsts[index] and self.path.is_dir():
             raise LogCorruptError(f"{self._files[index]} starts at position {segment.first}, not where its name says")
         if segment.before != before:
