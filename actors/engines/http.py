@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -176,16 +177,14 @@ class EngineControl:
     ) -> None:
         """Load pickled (name, tensor) pairs, or one flattened bucket, between begin and end."""
         self._check_load("load_tensors", flush_cache)
-        payload = base64.b64encode(serialized).decode("ascii")
-        await self._load(
-            "/update_weights_from_tensor",
-            {
-                "serialized_named_tensors": [payload] * self.tp_size,
-                "load_format": load_format,
-                "weight_version": str(version),
-                "flush_cache": flush_cache,
-            },
-        )
+        fields = {"load_format": load_format, "weight_version": str(version), "flush_cache": flush_cache}
+
+        def encode() -> bytes:
+            payload = base64.b64encode(serialized).decode("ascii")
+            return orjson.dumps({"serialized_named_tensors": [payload] * self.tp_size, **fields})
+
+        path = "/update_weights_from_tensor"
+        self._succeed(path, *await self._call("POST", path, await asyncio.to_thread(encode)))
 
     async def load_disk(self, path: str, *, version: int, flush_cache: bool) -> None:
         """Load a checkpoint folder that the engine can read. Waits for running requests unless paused."""
@@ -260,7 +259,11 @@ class EngineControl:
             async with (
                 asyncio.timeout(deadline_s),
                 self._session.request(
-                    method, self.url + path, data=body, headers=headers, timeout=aiohttp.ClientTimeout(total=None)
+                    method,
+                    self.url + path,
+                    data=io.BytesIO(body) if body else None,  # sent in pieces, however large
+                    headers=headers,
+                    timeout=aiohttp.ClientTimeout(total=None),
                 ) as answer,
             ):
                 return answer.status, await answer.read()

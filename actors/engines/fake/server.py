@@ -293,7 +293,9 @@ class FakeEngine:
         """Only between begin and end."""
         body = await _body(http)
         if not self.updating:
-            return _result(False, "update_weights_from_tensor must run between begin and end_weight_update()")
+            return _result(
+                False, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
+            )
 
         def read() -> dict[str, weights.Tensor]:
             payload = base64.b64decode(body["serialized_named_tensors"][0], validate=True)
