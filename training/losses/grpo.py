@@ -20,7 +20,7 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True)
 class GrpoOptions:
-    """Trust region of the ratio; `dual_clip` (0: off, else > 1) and the k3 KL and entropy bonus weights are optional."""
+    """Trust region of the ratio; optional: `dual_clip` (0: off, else > 1), weights of the k3 KL and entropy terms."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2

@@ -163,7 +163,7 @@ def device_literals() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def _quiet_import() -> Iterator[None]:
-    """The library warns at import and construction about optional packages that are absent on purpose."""
+    """The library warns about optional packages that are absent on purpose, and about itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r".*(Apex|apex|Transformer Engine|transformer_engine).*")
         warnings.filterwarnings("ignore", message="full scope is deprecated")
@@ -175,7 +175,7 @@ def _quiet_import() -> Iterator[None]:
 
 
 quiet = _quiet_import
-"""Context manager under which megatron objects are constructed."""
+"""Context manager under which megatron objects are constructed and called."""
 
 CUDA = torch.cuda.is_available()
 VERSION = importlib.metadata.version("megatron-core")

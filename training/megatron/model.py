@@ -139,5 +139,6 @@ class Policy(torch.nn.Module):
 def logits_of(module: torch.nn.Module, tokens: torch.Tensor, packing: PlannedSeqParams, *, half: bool) -> torch.Tensor:
     """The same for any wrapper of the model (DistributedDataParallel passes keywords through)."""
     keywords = {"fp32_output": False} if half else {}
-    logits: torch.Tensor = module(tokens.unsqueeze(0), None, None, packed_seq_params=packing, **keywords)
+    with compat.quiet():  # the library's own layers call each other in ways that it deprecates, at every forward
+        logits: torch.Tensor = module(tokens.unsqueeze(0), None, None, packed_seq_params=packing, **keywords)
     return logits.squeeze(0)

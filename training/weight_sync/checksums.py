@@ -20,31 +20,33 @@ from training.weight_sync.protocol import ChecksumError
 
 VOCAB_MULTIPLE = 64
 _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
-_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
+_PROJECTION = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")
+_FUSED = {"q": ("qkv_proj", 0), "k": ("qkv_proj", 1), "v": ("qkv_proj", 2)} | {
+    "gate": ("gate_up_proj", 0),
+    "up": ("gate_up_proj", 1),
+    "down": ("", 0),
 }
+"""Projection -> (the engine's fused parameter, place in it)."""
 _PADDED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def engine_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Engine parameter name -> tensor, from tensors in export order (q before k before v, gate before up)."""
-    parts: dict[str, list[torch.Tensor]] = {}
-    experts: dict[str, list[torch.Tensor]] = {}
+    """Engine parameter name -> tensor; the order of the input does not matter."""
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    experts: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
     for name, tensor in tensors:
-        expert = _EXPERT.match(name)
-        if expert is not None:
-            which = "w2_weight" if expert[3] == "down" else "w13_weight"
-            experts.setdefault(f"{expert[1]}.{which}", []).append(tensor)
-            continue
-        for plain, fused in _FUSED.items():
-            name = name.replace(f".{plain}.", f".{fused}.")
-        parts.setdefault(name, []).append(tensor)
-    result = {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in parts.items()}
-    for name, rows in experts.items():
-        if name.endswith("w13_weight"):
-            rows = [torch.cat(rows[i : i + 2]) for i in range(0, len(rows), 2)]
-        result[name] = torch.stack(rows)
+        if expert := _EXPERT.match(name):
+            key = f"{expert[1]}.{'w2' if expert[3] == 'down' else 'w13'}_weight"
+            experts.setdefault(key, {})[int(expert[2]), _FUSED[expert[3]][1]] = tensor
+        elif projection := _PROJECTION.match(name):
+            fused, place = _FUSED[projection[2]]
+            parts.setdefault(f"{projection[1]}.{fused}.{projection[3]}", {})[place] = tensor
+        else:
+            parts[name] = {0: tensor}
+    result = {name: torch.cat([rows[i] for i in sorted(rows)]) for name, rows in parts.items()}
+    for name, halves in experts.items():
+        ids = sorted({expert_id for expert_id, _ in halves})
+        result[name] = torch.stack([torch.cat([halves[key] for key in sorted(halves) if key[0] == i]) for i in ids])
     for name in _PADDED:
         if name in result and (missing := -len(result[name]) % VOCAB_MULTIPLE):
             result[name] = torch.cat((result[name], result[name].new_zeros(missing, result[name].shape[1])))

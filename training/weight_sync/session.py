@@ -21,10 +21,11 @@ async def each(receivers: tuple[Receiver, ...], call: Callable[[Receiver], Await
 
     try:
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
-            for receiver in receivers:
-                group.create_task(one(receiver))
+            tasks = [group.create_task(one(receiver)) for receiver in receivers]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    for task in tasks:
+        task.result()  # a task group takes a task that was cancelled from inside for a finished one
 
 
 @contextlib.asynccontextmanager
@@ -33,7 +34,9 @@ async def torn_on_error(version: int) -> AsyncIterator[None]:
     try:
         yield
     except (SegueError, OSError, TimeoutError) as error:
-        raise TornSyncError(f"sync of version {version} failed half way: {error or type(error).__name__}") from error
+        raise TornSyncError(
+            f"sync of version {version} failed half way: {str(error) or type(error).__name__}"
+        ) from error
 
 
 @contextlib.asynccontextmanager
