@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from segue.blobs import BlobStore
 from segue.errors import CodecError, RequestError
+from segue.events import Bulk
 from segue.events.sample import RewardRecorded, SampleReady, SampleRejected
 from segue.events.session import SessionAbandoned, SessionExpired, SessionFinished
 from segue.events.work import RolloutReceived, RolloutReturned
@@ -198,7 +199,8 @@ class Endings:
             return sample, sample_to_frame(sample)
 
         sample, data = await asyncio.to_thread(make) if leaf.total_tokens >= THREAD_FROM_TOKENS else make()
-        frame = await self.blobs.bulk_async(data)
+        # Never inline: the trainer finds a frame by its digest alone.
+        frame = Bulk(await self.blobs.put_async(data), len(data))
         path, versions = leaf.path(), sample.version_spans[:, 2]
         return SampleReady(
             sample_id=sample.sample_id, rollout_id=sample.rollout_id, session_id=sample.session_id,
