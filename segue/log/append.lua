@@ -15,8 +15,8 @@ local log = KEYS[1]
 local prefix = string.sub(log, 1, -4)
 local window = tonumber(ARGV[1])
 local items = cmsgpack.unpack(ARGV[2])
-local tail = tonumber(redis.call('GET', prefix .. 'tail') or '0')
-local first_tail = tail
+local heads = prefix .. 'heads'
+local tail -- the last position, read together with the first producer
 local producers = {}
 local answers = {}
 
@@ -25,9 +25,10 @@ local function text(number)
 end
 
 local function load_producer(name)
-  local state = redis.call('HMGET', prefix .. 'producer:' .. name, 'epoch', 'seq')
-  local last = tonumber(state[2] or '0')
-  return { epoch = tonumber(state[1] or '0'), last = last, before = last, packed = {} }
+  local state = redis.call('HMGET', heads, 'tail', 'epoch:' .. name, 'seq:' .. name)
+  tail = tail or tonumber(state[1] or '0')
+  local last = tonumber(state[3] or '0')
+  return { epoch = tonumber(state[2] or '0'), last = last, before = last, packed = {} }
 end
 
 local function recall(name, producer, seq)
@@ -91,6 +92,7 @@ for i, item in ipairs(items) do
   answers[2 * i - 1], answers[2 * i] = append(item, ARGV[i + 2])
 end
 
+local moved = { 'tail', text(tail or 0) }
 for name, producer in pairs(producers) do
   if producer.last > producer.before then
     local packed = table.concat(producer.packed)
@@ -100,8 +102,9 @@ for name, producer in pairs(producers) do
     if #packed > room then
       redis.call('SETRANGE', prefix .. 'seen:' .. name, 0, string.sub(packed, room + 1))
     end
-    redis.call('HSET', prefix .. 'producer:' .. name, 'seq', text(producer.last))
+    moved[#moved + 1] = 'seq:' .. name
+    moved[#moved + 1] = text(producer.last)
   end
 end
-if tail > first_tail then redis.call('SET', prefix .. 'tail', text(tail)) end
+if #moved > 2 then redis.call('HSET', heads, unpack(moved)) end
 return answers

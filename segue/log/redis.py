@@ -1,9 +1,9 @@
 """The event log on Redis Streams (Redis >= 7.0, Valkey >= 7.2), shared by all processes of a run.
 
 Keys, all with the hash tag {run}: `log` is the stream of everything, its entry ids are `<position>-0`; `to:<target>` is
-a target's stream with the same ids, read by one consumer group; `dead:<target>` its dead letters; `tail` the last
-position; `producer:<name>` epoch and last seq; `seen:<name>` the dedupe window; `keys` logical keys with position and
-identity; `sessions` the sessions' counters.
+a target's stream with the same ids, read by one consumer group; `dead:<target>` its dead letters; `heads` the last
+position and every producer's epoch and last seq; `seen:<name>` a producer's dedupe window; `keys` logical keys with
+position and identity; `sessions` the sessions' counters.
 
 Invariants: every change is one Lua call, hence atomic in memory and in the append-only file. Every command has a
 deadline. No command is repeated behind the caller's back: a lost answer is LogUnavailable, appends are repeated by the
@@ -106,7 +106,7 @@ class RedisLog:
         self._client = client
         self._timeout_s = command_timeout_s
         self._prefix = f"{{{run}}}:"
-        self._log = self._prefix + "log"
+        self._log, self._heads = self._prefix + "log", self._prefix + "heads"
         self._cursors: dict[tuple[str, str], _Cursor] = {}
 
     async def call(self, *command: str | bytes | int, wait_s: float = 0.0) -> Any:
@@ -130,8 +130,7 @@ class RedisLog:
             return await self.call("EVALSHA", *command)
 
     async def claim(self, producer: str) -> int:
-        keys = [f"{self._prefix}producer:{producer}", f"{self._prefix}seen:{producer}"]
-        return int(await self._script("claim", keys))
+        return int(await self._script("claim", [self._heads, f"{self._prefix}seen:{producer}"], producer))
 
     async def append(self, batch: Sequence[Prepared]) -> list[Appended | LogError]:
         answers: list[Appended | LogError] = []
@@ -163,7 +162,7 @@ class RedisLog:
         return [_recorded(position, entry, after + 1) for position, entry in enumerate(entries, after + 1)]
 
     async def tail(self) -> int:
-        return int(await self.call("GET", self._prefix + "tail") or 0)
+        return int(await self.call("HGET", self._heads, "tail") or 0)
 
     async def trim(self, below: int) -> None:
         """Forget positions < `below`. Nothing here knows what is sealed: call `segue.log.trim`, which does.

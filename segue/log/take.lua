@@ -31,9 +31,12 @@ end
 if #ids == 0 then return { {}, {} } end
 
 local taken, lost = {}, {}
-for _, entry in ipairs(redis.call('XCLAIM', stream, group, consumer, 0, unpack(ids))) do
-  taken[#taken + 1] = { entry[1], counts[entry[1]], entry[2][2] }
-  counts[entry[1]] = nil
+for first = 1, #ids, 1000 do -- unpack takes some thousands at most
+  local claimed = redis.call('XCLAIM', stream, group, consumer, 0, unpack(ids, first, math.min(first + 999, #ids)))
+  for _, entry in ipairs(claimed) do
+    taken[#taken + 1] = { entry[1], counts[entry[1]], entry[2][2] }
+    counts[entry[1]] = nil
+  end
 end
 for _, id in ipairs(ids) do
   if counts[id] then

@@ -24,6 +24,8 @@ from segue.log.protocol import Appended, EventLog, Prepared
 
 MAX_BATCH = 256
 RETRY_PAUSE_S = 0.05
+STOP_S = 1.0
+"""For a flusher that was cancelled: it has nothing left to do but to fail its waiters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,13 @@ class Writer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Wait for what was submitted, `deadline_s` at most; a writer that was left takes nothing more."""
         if self._flusher is not None:
             await asyncio.wait([self._flusher], timeout=self.deadline_s)
+            if not self._flusher.done():
+                self._flusher.cancel()
+                await asyncio.wait([self._flusher], timeout=STOP_S)
+        self._broken = self._broken or LogError(f"the writer {self.producer} epoch {self.epoch} was closed")
 
     def submit(
         self,
@@ -115,6 +122,9 @@ class Writer:
             batch, self._queue = self._queue[:MAX_BATCH], self._queue[MAX_BATCH:]
             try:
                 answers = await self._send([w.prepared for w in batch])
+            except asyncio.CancelledError:
+                self._fail(batch, LogUnavailable(f"the writer {self.producer} was stopped before the log answered"))
+                raise
             except Exception as error:
                 self._fail(batch, error if isinstance(error, LogError) else LogUnavailable(repr(error)))
                 return

@@ -167,3 +167,13 @@ async def test_a_delivery_that_kills_its_consumers_counts_up_to_the_dead_letter(
         assert delivery.deliveries == attempt
     await process.bury("t", 1, "poison")
     assert await (await world.open()).receive("t", "c") == []
+
+
+async def test_thousands_of_pending_commands_are_taken_over_at_once(world: World) -> None:
+    dead, living = await world.open(), await world.open()
+    pen = await pen_of(dead)
+    await append(dead, *[pen.prepare(targets=("t",)) for _ in range(9001)])
+    assert len(await dead.receive("t", "dead", limit=10_000)) == 9001
+    taken = await living.reclaim("t", "living", min_idle_s=0.0, limit=9000)
+    assert [d.event.position for d in taken] == list(range(1, 9001))
+    assert [d.event.position for d in await living.reclaim("t", "living", min_idle_s=0.0, limit=9000)] == [9001]

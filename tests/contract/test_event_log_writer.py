@@ -15,7 +15,7 @@ from segue.events.step import StepFinished
 from segue.ids import fresh_id
 from segue.log import Appended, EventLog, MemoryLog, Prepared, Writer
 from segue.log import redis as redis_log
-from segue.testing import alarm
+from segue.testing import ManualClock, alarm
 from segue.testing.events import Pen
 from segue.testing.log_fixtures import LogServer, World, log, log_server, world
 
@@ -162,3 +162,68 @@ async def test_a_refused_fact_raises_in_its_own_append_and_the_writer_goes_on(lo
         with pytest.raises(SessionSeqError):
             await lost
         assert (await good).position == 2
+
+
+async def test_leaving_the_writer_waits_for_what_was_submitted_and_closes_it(log: EventLog) -> None:
+    async with await Writer.open(log, "w") as writer:
+        futures = [writer.submit(alarm()) for _ in range(600)]
+    assert [f.result().position for f in futures] == list(range(1, 601))
+    with pytest.raises(LogError, match="closed"):
+        await writer.append(alarm())
+    assert await log.tail() == 600
+
+
+async def test_a_log_that_stays_away_breaks_the_writer_at_its_deadline() -> None:
+    class Gone:
+        run = "run-1"
+        calls = 0
+
+        async def claim(self, producer: str) -> int:
+            return 1
+
+        async def append(self, batch: Sequence[Prepared]) -> list[Appended | LogError]:
+            self.calls += 1
+            raise LogUnavailable("the server is gone")
+
+    gone, clock = Gone(), ManualClock()
+    async with await Writer.open(gone, "w", clock=clock, deadline_s=3.0) as writer:  # type: ignore[arg-type]
+        first = writer.submit(alarm())
+        await clock.advance(2.9)
+        second = writer.submit(alarm())
+        assert not first.done()
+        await clock.advance(0.2)
+        for future in (first, second, writer.submit(alarm())):
+            with pytest.raises(LogUnavailable, match="the server is gone"):
+                await future
+    assert gone.calls > 10
+
+
+async def test_leaving_a_writer_whose_log_hangs_fails_its_waiters_instead_of_leaving_them() -> None:
+    class Hanging:
+        run = "run-1"
+
+        async def claim(self, producer: str) -> int:
+            return 1
+
+        async def append(self, batch: Sequence[Prepared]) -> list[Appended | LogError]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async with await Writer.open(Hanging(), "w", deadline_s=0.05) as writer:  # type: ignore[arg-type]
+        waiting = [writer.submit(alarm()) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        waiting.append(writer.submit(alarm()))
+    for future in waiting:
+        with pytest.raises(LogUnavailable, match="stopped before the log answered"):
+            await future
+
+
+async def test_cancelling_the_caller_does_not_cancel_the_append(log: EventLog) -> None:
+    async with await Writer.open(log, "w") as writer:
+        caller = asyncio.create_task(writer.append(alarm(detail="still there")))
+        await asyncio.sleep(0)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+    [event] = await log.read(0)
+    assert event.body == alarm(detail="still there")
