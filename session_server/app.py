@@ -231,4 +231,6 @@ async def _healthz(request: web.Request) -> web.Response:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    return web.Response(body=request.app[SERVER].metrics.render(), content_type="text/plain")
+    server = request.app[SERVER]
+    server.tokens.require_staff(request.headers)
+    return web.Response(body=server.metrics.render(), content_type="text/plain")

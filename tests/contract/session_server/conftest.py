@@ -1,11 +1,6 @@
-"""Makes the rig importable by its name and its fixtures known."""
+"""The session server's rig; its `engine` stands in for the one of the engines' own suite in here."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from session_server_rig import engine, model, rig_of, slow_engine
 

@@ -83,7 +83,9 @@ async def test_tokens_and_sessions_are_checked(rig_of, engine):
         await rig.call("POST", "/rollouts/lease", {}, token="admin", status=403)
         await rig.call("GET", "/nothing", status=404)
         await rig.call("PUT", "/sessions", status=405)
-        for path in ("/healthz", "/readyz", "/metrics"):
+        await rig.call("GET", "/metrics", token="", status=401)
+        assert b"segue_session_turns_total" in await rig.call("GET", "/metrics")
+        for path in ("/healthz", "/readyz"):
             async with rig.http.get(rig.url + path) as answer:
                 assert answer.status == 200
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from actors.engines.fake.model import FakeModel, model_of
 
+from actors.engines.fake.model import FakeModel, model_of
 from segue.blobs import BlobStore
 from segue.config.schema import Rollout
 from segue.events.engine import EngineLost

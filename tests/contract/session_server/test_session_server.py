@@ -19,15 +19,18 @@ async def test_turns_keep_every_token_and_become_a_sample(rig_of, engine, tmp_pa
         view = await session.view()
         assert [turn["parent_id"] for turn in view["turns"]] == [None, view["turns"][0]["turn_id"]]
         done = await session.finish(reward=0.5, metadata={"note": "x"})
-        assert done["sample_id"] == "sample-train-0-0" and done["turns"] == 2
+        assert done["sample_id"] == "sample-train-0-0"
+        assert done["turns"] == 2
         ready = (await rig.until("sample.ready"))[0]
         sample = sample_from_frame(BlobStore(tmp_path / "blobs").read(ready.frame))
         ids = [i for turn in view["turns"] for i in turn["prompt_ids"] + turn["output_ids"]]
-        assert sample.tokens.tolist() == ids and sample.reward == 0.5
+        assert sample.tokens.tolist() == ids
+        assert sample.reward == 0.5
         assert two["usage"]["prompt_tokens"] + two["usage"]["completion_tokens"] == len(ids)
         logprobs = [p for turn in view["turns"] for p in turn["logprobs"]]
         assert sample.logprobs[sample.loss_mask == 1].tolist() == pytest.approx(logprobs)
-        assert sample.metadata["append_only"] == "proved" and sample.metadata["note"] == "x"
+        assert sample.metadata["append_only"] == "proved"
+        assert sample.metadata["note"] == "x"
 
 
 async def test_the_unmodified_openai_client_works(rig_of, engine):

@@ -8,7 +8,7 @@ import pytest
 from session_server_rig import Client, make_config
 
 from segue.config.schema import Evaluation, Rollout
-from segue.events.work import GroupDropped
+from segue.events.work import GroupDropped, OpenAdmission
 
 
 async def test_leases_go_in_order_and_members_share_a_seed(rig_of, engine):
@@ -78,9 +78,7 @@ async def test_evaluation_has_its_own_temperature_and_goes_first(rig_of, engine,
 async def test_two_servers_share_the_work_and_pass_requests_on(rig_of, engine):
     async with rig_of(engine, servers=2) as rig:
         await rig.controller.append(
-            __import__("segue.events.work", fromlist=["x"]).OpenAdmission(
-                admission=1, purpose="train", step=1, first_group=0, end_group=2, group_size=2
-            ),
+            OpenAdmission(admission=1, purpose="train", step=1, first_group=0, end_group=2, group_size=2),
             targets=("session-0", "session-1"),
         )
         await rig.until("work.admission_opened", count=2)
