@@ -198,6 +198,16 @@ with _quiet_import():
 # After the imports: torch's compiler registers every torch.cuda function once and refuses a stand-in met twice.
 PATCHED = apply_patches(plan_patches(CUDA))
 
+
+def _restore_pickle_name() -> None:
+    """The library swaps torch's storage loader for a stricter one under a name of its own, which then stands in every
+    pickled tensor; engines admit torch's name only. The strict loader stays, its name is torch's again."""
+    loader = torch.storage._load_from_bytes  # type: ignore[attr-defined]
+    loader.__module__, loader.__name__, loader.__qualname__ = "torch.storage", "_load_from_bytes", "_load_from_bytes"
+
+
+_restore_pickle_name()
+
 # "GPTModel IS DEPRECATED" at every construction: the model is complete and pinned by SUPPORTED.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 

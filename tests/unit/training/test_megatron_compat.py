@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+
 import pytest
 import torch
 
@@ -69,3 +72,27 @@ def test_generator_states_are_put_back() -> None:
     compat.set_rng_state(state)
     assert torch.equal(first, torch.rand(4))
     assert {"cpu", "tracker.model-parallel-rng"} <= state.keys()
+
+
+def test_pickled_buckets_name_only_what_an_engine_admits() -> None:
+    from training.weight_sync.tensor import serialise_bucket
+
+    payload = serialise_bucket([("a", torch.ones(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))])
+    found = set()
+
+    class Recording(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            found.add((module, name))
+            return super().find_class(module, name)
+
+    Recording(io.BytesIO(payload)).load()
+    assert found <= {
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch", "bfloat16"),
+        ("torch", "float32"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch.storage", "_load_from_bytes"),
+        ("types", "SimpleNamespace"),
+    }
+    assert ("torch.storage", "_load_from_bytes") in found
