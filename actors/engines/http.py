@@ -27,6 +27,7 @@ from segue.wire.engine import Capabilities, decode_version, encode_abort, error_
 PauseMode = Literal["abort", "retract", "in_place"]
 RELEASE_TAGS = ("weights", "kv_cache", "cuda_graph")
 HEALTH_TIMEOUT_S = 5.0
+FLUSH_MARGIN_S = 30.0
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,9 +132,11 @@ class EngineControl:
         self.paused = None
 
     async def flush(self, timeout_s: float = 10.0) -> None:
-        """Empty the prefix cache; EngineError if requests still run after `timeout_s`."""
+        """Empty the prefix cache; EngineError if requests still run after `timeout_s` (at once if paused)."""
         self._refuse_if(self.paused == "in_place", "flush", "an in_place pause keeps the cache of frozen requests")
-        await self._ok("POST", f"/flush_cache?timeout={timeout_s:g}", b"", timeout_s=timeout_s + HEALTH_TIMEOUT_S)
+        # A paused engine runs nothing, and one asked to wait would wait for its queue, which cannot move.
+        wait_s = 0.0 if self.paused else timeout_s
+        await self._ok("POST", f"/flush_cache?timeout={wait_s:g}", b"", timeout_s=wait_s + FLUSH_MARGIN_S)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

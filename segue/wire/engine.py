@@ -29,7 +29,10 @@ STREAM_END = b"[DONE]"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to sample; defaults are the engine's own and are left out of the body. `temperature` 0 is greedy."""
+    """How to sample; defaults are the engine's own and are left out of the body.
+
+    `temperature` 0 is greedy. `ignore_eos` makes the engine ignore `stop_token_ids` too.
+    """
 
     max_new_tokens: int
     temperature: float

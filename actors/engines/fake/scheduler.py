@@ -156,8 +156,10 @@ class Scheduler:
             request.text = self.text_of(request.output_ids)
         if made >= sampling.max_new_tokens:
             request.finish = {"type": "length", "length": sampling.max_new_tokens}
-        elif made >= sampling.min_new_tokens and (
-            token in sampling.stop_token_ids or (token == self.model.eos_id and not sampling.ignore_eos)
+        elif (  # ignore_eos ignores stop_token_ids with it, as in the real engine
+            not sampling.ignore_eos
+            and made >= sampling.min_new_tokens
+            and (token in sampling.stop_token_ids or token == self.model.eos_id)
         ):
             request.finish = {"type": "stop", "matched": token}
         else:
@@ -221,10 +223,6 @@ class Scheduler:
             return False
         self._cache.clear()
         return True
-
-    async def until_idle(self) -> None:
-        """Wait until a flush would succeed."""
-        await self._until(self.idle)
 
     async def until_empty(self) -> None:
         """Wait for the last request that has passed the door."""

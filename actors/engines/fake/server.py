@@ -27,6 +27,9 @@ from actors.engines.fake.scheduler import PAUSE_MODES, Request, Sampling, Schedu
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
 BODY_LIMIT_BYTES = 1 << 32
+FORCED_OUTPUT_EVERY = 50
+"""The scheduler hands on the tokens of an answer that is not streamed in portions of this size; what an abort in the
+queue returns is what had been handed on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,18 +173,21 @@ class FakeEngine:
         return self.options.model.state_of(rid.encode()) if self.options.vary_by_rid else 0
 
     def _answer(self, body: dict[str, Any], request: Request) -> dict[str, Any]:
-        outputs, model, made = request.output_ids, self.options.model, len(request.versions)
+        in_queue = request.finish is not None and request.finish["type"] == "abort" and not request.has_routes
+        shown = len(request.versions)
+        if in_queue and not body.get("stream"):
+            shown -= shown % FORCED_OUTPUT_EVERY
+        outputs, versions, model = request.output_ids[:shown], request.versions[:shown], self.options.model
         meta: dict[str, Any] = {
             "id": request.rid,
             "finish_reason": request.finish,
-            "completion_tokens": made,
+            "completion_tokens": shown,
             "weight_version": str(self.scheduler.version),
-            "weight_versions": _spans(request.versions),
+            "weight_versions": _spans(versions),
         }
         if body.get("return_logprob"):
-            places = enumerate(zip(outputs, request.versions, strict=True), request.prompt_tokens)
+            places = enumerate(zip(outputs, versions, strict=True), request.prompt_tokens)
             meta["output_token_logprobs"] = [[model.logprob(t, at, version), t, None] for at, (t, version) in places]
-        in_queue = request.finish is not None and request.finish["type"] == "abort" and not request.has_routes
         if in_queue:
             return {"text": request.text, "output_ids": outputs, "meta_info": meta}
         meta |= {
@@ -223,13 +229,16 @@ class FakeEngine:
         )
 
     async def flush_cache(self, http: web.Request) -> web.Response:
-        """Waits up to ?timeout= seconds for the engine to be idle."""
-        try:
-            async with asyncio.timeout(float(http.query.get("timeout", "0"))):
-                await self.scheduler.until_idle()
-        except TimeoutError:
+        """At once without ?timeout=; with it, waits that long until nothing runs or waits, and a paused queue waits."""
+        patience_s = float(http.query.get("timeout", "0"))
+        if patience_s > 0:
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self.scheduler.until_empty()
+            except TimeoutError:
+                return _error("Timed out waiting for idle state.")
+        if not self.scheduler.flush():
             return web.Response(status=400, text="Flush cache failed.\n")
-        self.scheduler.flush()
         return web.Response(text="Cache flushed.\n")
 
     async def abort_request(self, http: web.Request) -> web.Response:
