@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,9 +92,9 @@ def pack_routes(routes: Sequence[SampleRoutes], table: RouteTable) -> NDArray[np
 class _Router(Protocol):
     """The part of the library's RouterReplay object that is used here."""
 
-    def set_target_indices(self, topk_indices: object) -> None: ...
+    def set_target_indices(self, topk_indices: Any) -> None: ...
 
-    def set_router_replay_action(self, router_replay_action: object) -> None: ...
+    def set_router_replay_action(self, router_replay_action: Any) -> None: ...
 
     def clear_router_replay_action(self) -> None: ...
 

@@ -202,7 +202,7 @@ PATCHED = apply_patches(plan_patches(CUDA))
 def _restore_pickle_name() -> None:
     """The library swaps torch's storage loader for a stricter one under a name of its own, which then stands in every
     pickled tensor; engines admit torch's name only. The strict loader stays, its name is torch's again."""
-    loader = torch.storage._load_from_bytes  # type: ignore[attr-defined]
+    loader = torch.storage._load_from_bytes
     loader.__module__, loader.__name__, loader.__qualname__ = "torch.storage", "_load_from_bytes", "_load_from_bytes"
 
 
@@ -243,7 +243,8 @@ def close_process() -> None:
 
 def rng_state() -> dict[str, torch.Tensor]:
     """The state of every generator that training may draw from."""
-    state = {f"tracker.{name}": value for name, value in get_cuda_rng_tracker().get_states().items()}
+    tracker: Any = get_cuda_rng_tracker()
+    state = {f"tracker.{name}": value for name, value in tracker.get_states().items()}
     state["cpu"] = torch.get_rng_state()
     if CUDA:
         state["cuda"] = torch.cuda.get_rng_state()
@@ -253,7 +254,8 @@ def rng_state() -> dict[str, torch.Tensor]:
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     """Put `rng_state()` back."""
     tracked = {name.removeprefix("tracker."): v for name, v in state.items() if name.startswith("tracker.")}
-    get_cuda_rng_tracker().set_states(tracked)
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.set_states(tracked)
     torch.set_rng_state(state["cpu"])
     if CUDA:
         torch.cuda.set_rng_state(state["cuda"])

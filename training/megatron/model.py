@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -76,9 +77,9 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype, *, routing_replay:
         )
 
 
-def _layer_spec(shape: ModelShape, layer: int) -> object:
+def _layer_spec(shape: ModelShape, layer: int) -> Any:
     experts = shape.moe.experts if shape.moe is not None and shape.is_sparse(layer) else None
-    spec = compat.get_gpt_layer_local_spec(
+    spec: Any = compat.get_gpt_layer_local_spec(
         num_experts=experts, moe_grouped_gemm=False, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
     )
     parts = spec.submodules
@@ -108,7 +109,7 @@ class Policy(torch.nn.Module):
             raise TrainerError(f"routing replay was asked of a {shape.family} model, which has no router")
         config = transformer_config(shape, DTYPES[dtype], routing_replay=routing_replay)
         with compat.quiet(), compat.device_literals():
-            layers = compat.TransformerBlockSubmodules(
+            layers: Any = compat.TransformerBlockSubmodules(
                 layer_specs=[_layer_spec(shape, i) for i in range(shape.layers)], layer_norm=RMSNorm
             )
             model = compat.GPTModel(
@@ -125,9 +126,10 @@ class Policy(torch.nn.Module):
         self.gpt = model.to(device=compat.device(), dtype=DTYPES[dtype])
         self.half_precision = dtype == "bfloat16"
         self.module = compat.Float16Module(config, self.gpt) if self.half_precision else self.gpt
+        decoder: Any = self.gpt.decoder
         self.routers: tuple[compat.RouterReplay, ...] = tuple(
             layer.mlp.router.router_replay
-            for index, layer in enumerate(self.gpt.decoder.layers)
+            for index, layer in enumerate(decoder.layers)
             if routing_replay and shape.is_sparse(index)
         )
 

@@ -56,6 +56,7 @@ def test_scoring_agrees_with_the_behaviour_and_a_step_moves_towards_reward(
     assert first.metrics["logprob_abs_diff_max"] < 2e-5
     assert first.metrics["logprob_abs_diff_tokens"] == first.metrics["tokens"] == 48
     assert first.metrics["loss"] == pytest.approx(0, abs=0.05), "ratio 1 and centred advantages"
+    result = first
     for step in range(2, 8):
         result = made.step(samples, step=step, version=step - 1, seed=7)
     assert result.metrics["loss"] < first.metrics["loss"] - 0.05
