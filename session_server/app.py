@@ -16,10 +16,11 @@ from aiohttp import web
 from segue.blobs import BlobStore
 from segue.boot import RunContext
 from segue.clock import SystemClock
-from segue.errors import RequestError
+from segue.errors import LogTrimmedError, RequestError
 from segue.events.engine import EngineDrained, EngineLost, EngineResumed
 from segue.events.run import ServiceReady
 from segue.log import EventLog, Writer, follow, open_log
+from segue.log.reader import RunReader, open_reader
 from segue.wire.engine import RouteShape
 from segue.wire.rows import RowLedger
 from session_server import handlers_chat, handlers_session, handlers_work
@@ -65,7 +66,7 @@ async def serve(ctx: RunContext, index: int, log: EventLog | None = None) -> Non
         facts = Facts(writer)
         config = ctx.config
         fold = ServerFold(service_name(index), index, config.session_server.count, Work(config.rollout.max_returns))
-        await _read_all(log, fold)
+        await _read_all(log, ctx, fold)
         async with asyncio.TaskGroup() as group:
             server, restore, engines = _compose(ctx, index, facts, http, fold, Tasks(group))
             await restore.run(fold)
@@ -89,7 +90,7 @@ def _compose(
     ctx: RunContext, index: int, facts: Facts, http: aiohttp.ClientSession, fold: ServerFold, tasks: Tasks
 ) -> tuple[Server, Restore, EngineClient]:
     config, clock = ctx.config, SystemClock()
-    text = ModelText(_model_folder(ctx))
+    text = ModelText(Path(config.model.path))
     family = choose(config.model.family, text)
     routes, empty_rows = None, None
     if config.r3.enabled:
@@ -112,13 +113,21 @@ def _compose(
     return server, Restore(config, clock, facts, blobs, sessions, engines, endings, empty_rows), engines
 
 
-def _model_folder(ctx: RunContext) -> Path:
-    return Path(ctx.config.model.path)
-
-
-async def _read_all(log: EventLog, fold: ServerFold) -> None:
-    """Fold the log up to its present end. Older epochs of this producer are fenced: nothing of theirs can follow."""
+async def _read_all(log: EventLog, ctx: RunContext, fold: ServerFold) -> None:
+    """Fold the log up to its present end, its sealed beginning included. Older epochs of this producer are fenced:
+    nothing of theirs can follow."""
     end = await log.tail()
+    try:
+        await _read_up_to(log, end, fold)
+    except LogTrimmedError:
+        reader = await open_reader(ctx.run_dir)
+        try:
+            await _read_up_to(reader, end, fold)
+        finally:
+            await reader.close()
+
+
+async def _read_up_to(log: EventLog | RunReader, end: int, fold: ServerFold) -> None:
     while fold.position < end:
         for event in await log.read(fold.position, limit=READ_LIMIT):
             fold.apply(event)

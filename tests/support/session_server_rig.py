@@ -47,7 +47,10 @@ def write_model(folder: Path) -> Path:
     )
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE}))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     config = {
         "vocab_size": len(VOCABULARY), "eos_token_id": 2, "num_hidden_layers": LAYERS, "num_experts": EXPERTS,
         "num_experts_per_tok": TOP_K,

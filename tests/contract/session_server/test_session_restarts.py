@@ -165,7 +165,8 @@ async def test_another_owner_of_the_session_ends_this_one(rig_of, engine):
 @contextlib.asynccontextmanager
 async def process(run_dir: Path, http: aiohttp.ClientSession, url: str):
     """`python -m session_server` until killed."""
-    child = subprocess.Popen([sys.executable, "-m", "session_server", "--run-dir", str(run_dir), "--index", "0"])
+    command = [sys.executable, "-m", "session_server", "--run-dir", str(run_dir), "--index", "0"]
+    child = await asyncio.to_thread(subprocess.Popen, command)
     try:
         async with asyncio.timeout(20):
             while True:

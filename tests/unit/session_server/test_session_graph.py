@@ -12,9 +12,8 @@ from session_server.messages import Message, parse_messages
 
 
 def tokens(prompt: list[int], output: list[int]) -> TurnTokens:
-    return TurnTokens(
-        np.array(prompt, np.int32), np.array(output, np.int32), np.zeros(len(output), np.float32), ((0, len(output), 0),)
-    )  # fmt: skip
+    n = len(output)
+    return TurnTokens(np.array(prompt, np.int32), np.array(output, np.int32), np.zeros(n, np.float32), ((0, n, 0),))
 
 
 def node(graph: Graph, parent: Node | None, *contents: str, delivered: Delivered = Delivered.YES, **changes) -> Node:

