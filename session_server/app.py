@@ -46,6 +46,8 @@ from session_server.work import Work
 SWEEP_S = 0.5
 SHUTDOWN_S = 2.0
 READ_LIMIT = 2048
+FOLLOW_PACE_S = 0.01
+"""Under load events come one by one: waiting this long first reads many at once, and a resume can wait as long."""
 _logger = logging.getLogger(__name__)
 SessionHandler = Callable[[Server, web.Request, Session], Awaitable[web.StreamResponse]]
 
@@ -135,7 +137,12 @@ async def _read_up_to(log: EventLog | RunReader, end: int, fold: ServerFold) -> 
 
 async def _follow(server: Server, log: EventLog, after: int) -> None:
     """Keep up with what others do. Work facts are applied from here, this server's own included."""
+    clock = server.clock
+    paced_s = clock.mono_s()
     async for event in follow(log, after):
+        if clock.mono_s() - paced_s > FOLLOW_PACE_S:
+            await clock.sleep(FOLLOW_PACE_S)
+            paced_s = clock.mono_s()
         body = event.body
         if body is None:
             continue

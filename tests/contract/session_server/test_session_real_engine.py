@@ -16,7 +16,7 @@ from tiny_models import make_tiny_moe
 from actors.engines import launch_spec
 from actors.engines.process import EngineProcess
 from segue.blobs import BlobStore
-from segue.config.schema import Model, Rollout
+from segue.config.schema import Rollout
 from segue.events.turn import AbortTurns
 from segue.wire.engine import GenerateRequest, SamplingParams, decode_answer, encode_request
 from segue.wire.sample import sample_from_frame
@@ -45,7 +45,7 @@ async def test_a_session_over_sglang_with_a_pause_in_mid_turn(rig_of, tmp_path: 
     process = EngineProcess(launch_spec("sglang", options), name="sglang")
     await process.start(deadline_s=START_DEADLINE_S)
     try:
-        config = make_config(folder, model=Model(path=str(folder)), rollout=Rollout(max_turn_tokens=LONG))
+        config = make_config(folder, rollout=Rollout(max_turn_tokens=LONG))
         async with rig_of(options.url, config=with_r3(config)) as rig:
             await rig.admit(1)
             session = await rig.lease()
