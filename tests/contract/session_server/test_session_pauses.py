@@ -175,3 +175,20 @@ async def test_two_pauses_in_one_turn(rig_of, slow_engine, slow_config):
             await rig.resume(pause)
         assert (await turn)["usage"]["completion_tokens"] == SLOW_TURN
         assert (await rig.events("turn.committed"))[0].parts == 3
+
+
+async def test_the_kept_tokens_of_a_turn_that_is_given_up_while_held_are_accounted_for(
+    rig_of, slow_engine, slow_config
+):
+    async with rig_of(slow_engine, config=slow_config) as rig:
+        session = await rig.open()
+        turn = asyncio.create_task(session.chat("w1", max_tokens=SLOW_TURN, status=409))
+        await rig.until("turn.started")
+        await asyncio.sleep(0.1)
+        await rig.close(1)
+        await rig.command(AbortTurns(pause=1, keep_partial=True, drain_s=0))
+        kept = (await rig.until("turn.interrupted"))[0]
+        await session.call("DELETE", "", status=204)
+        await turn
+        dropped = (await rig.events("turn.discarded"))[0]
+        assert (dropped.request_id, dropped.dropped_tokens) == (kept.request_id, kept.kept_tokens)

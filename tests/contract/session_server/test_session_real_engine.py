@@ -30,7 +30,9 @@ async def one_shot(url: str, ids: list[int]):
     request = GenerateRequest(
         rid="oracle", input_ids=ids, sampling_params=sampling, return_logprob=True, return_routed_experts=True
     )
-    async with aiohttp.ClientSession() as http, http.post(url + "/generate", data=encode_request(request)) as answer:
+    head = {"Content-Type": "application/json"}
+    body = encode_request(request)
+    async with aiohttp.ClientSession(headers=head) as http, http.post(url + "/generate", data=body) as answer:
         return decode_answer(await answer.read(), request, routes=ROUTES)
 
 
