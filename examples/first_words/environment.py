@@ -104,7 +104,7 @@ async def play(rollout: lease.Lease, client: openai.AsyncOpenAI) -> lease.Result
         messages.append({"role": "assistant", "content": text})
         rewards.append(reward_of(text.split(), choice.finish_reason == "stop", wanted))
         feedback = "right " if rewards[-1] == 1.0 else "wrong "
-    return lease.Result(fmean(rewards), rewards)
+    return lease.Result(per_turn=tuple(rewards))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,10 +87,15 @@ def build(folder: Path, *, seed: int, init_std: float, head_std: float) -> int:
         # With a head as large as the rest, one of the words starts far ahead of the others whatever the prompt says,
         # and the policy settles on it before it has learned to read. A small head starts from equal chances.
         model.lm_head.weight.normal_(0.0, head_std)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_settings(), indent=2))
-    model.save_pretrained(folder)
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    tokenizer().save(str(part / "tokenizer.json"))
+    (part / "tokenizer_config.json").write_text(json.dumps(tokenizer_settings(), indent=2))
+    model.save_pretrained(part)
+    # A folder of this name is always whole, whenever this program was interrupted.
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
