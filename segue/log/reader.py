@@ -22,8 +22,8 @@ from segue.log.file import FileLog
 from segue.log.redis import RedisLog
 from segue.log.sealing import Readable, has_segments
 
-LIVE_TIMEOUT_S = 2.0
-"""How long a live server is looked for before its files are read instead."""
+LIVE_TIMEOUT_S = 5.0
+"""How long a live server has to answer."""
 LOAD_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 
@@ -152,13 +152,14 @@ async def _open_path(path: Path) -> RunReader:
         return RunReader(path, None)
     ctx = RunContext.load(path)
     sealed = segment_dir(path)
-    try:
-        live = await redis.connect(ctx.endpoints.log_url, ctx.run_id, connect_timeout_s=LIVE_TIMEOUT_S)
-        return RunReader(sealed, live)
-    except LogUnavailable:
-        if server.is_running(path):
-            raise  # alive but busy: its files are being written
-        if not (server.log_dir(path) / "aof").is_dir():
+    embedded = (server.log_dir(path) / "aof").is_dir()
+    if server.is_running(path) or not embedded:
+        try:
+            live = await redis.connect(ctx.endpoints.log_url, ctx.run_id, connect_timeout_s=LIVE_TIMEOUT_S)
+            return RunReader(sealed, live)
+        except LogUnavailable:
+            if embedded or not has_segments(sealed):
+                raise  # embedded: alive but busy, and writing its files
             return RunReader(sealed, None)
     copy = await asyncio.to_thread(_ServerOverCopy, path)
     try:

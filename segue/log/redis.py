@@ -130,7 +130,7 @@ class RedisLog:
             return await self.call("EVALSHA", *command)
 
     async def claim(self, producer: str) -> int:
-        return int(await self._script("claim", [self._heads, f"{self._prefix}seen:{producer}"], producer))
+        return int(await self._script("claim", [self._heads], producer))
 
     async def append(self, batch: Sequence[Prepared]) -> list[Appended | LogError]:
         answers: list[Appended | LogError] = []

@@ -1,9 +1,9 @@
 #!lua
 -- Hand pending deliveries to a consumer, counting one more delivery of each: either its own (after a restart) or those
 -- that others left idle. XAUTOCLAIM would also give a consumer its own slow ones back, hence XPENDING and XCLAIM.
--- KEYS: stream, dead-letter stream. ARGV: group, consumer, "own" | "others", least idle time in ms, limit, then the ids
--- to leave alone. Returns {taken as (id, deliveries, bytes), lost ids}. A pending entry that was trimmed from the
--- stream cannot be delivered any more: it goes to the dead letters instead of vanishing.
+-- KEYS: stream, dead-letter stream. ARGV: group, consumer, "own" | "others", least idle time in ms (of others),
+-- limit, then the ids to leave alone. Returns {taken as (id, deliveries, bytes), lost ids}. A pending entry that was
+-- trimmed from the stream cannot be delivered any more: it goes to the dead letters instead of vanishing.
 local stream, dead = KEYS[1], KEYS[2]
 local group, consumer, own = ARGV[1], ARGV[2], ARGV[3] == 'own'
 local idle, limit = ARGV[4], tonumber(ARGV[5])
@@ -14,7 +14,7 @@ local ids, counts, from = {}, {}, '-'
 while #ids < limit do
   local page
   if own then
-    page = redis.call('XPENDING', stream, group, 'IDLE', idle, from, '+', 100, consumer)
+    page = redis.call('XPENDING', stream, group, from, '+', 100, consumer)
   else
     page = redis.call('XPENDING', stream, group, 'IDLE', idle, from, '+', 100)
   end

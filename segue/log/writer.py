@@ -115,7 +115,7 @@ class Writer:
         expect: tuple[str, int] | None = None,
     ) -> Written:
         """`submit` and wait. Cancelling the caller does not cancel the append."""
-        return await asyncio.shield(self.submit(body, cause=cause, trace=trace, targets=targets, expect=expect))
+        return await self.submit(body, cause=cause, trace=trace, targets=targets, expect=expect)
 
     async def _flush(self) -> None:
         while self._queue:

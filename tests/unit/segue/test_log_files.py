@@ -14,8 +14,9 @@ import zstandard
 
 from segue.boot import Endpoints
 from segue.config.schema import Config
-from segue.errors import LogCorruptError, LogError, LogTrimmedError
+from segue.errors import LogCorruptError, LogError, LogTrimmedError, LogUnavailable
 from segue.log import FileLog, MemoryLog, export_jsonl, open_reader, seal, segment_dir, trim
+from segue.log import reader as reader_module
 from segue.log.sealing import Readable
 from segue.testing.events import Pen
 from segue.testing.log_fixtures import LogServer, log_server
@@ -234,7 +235,9 @@ async def test_trimming_keeps_what_is_not_sealed_and_what_is_not_acknowledged(
 ) -> None:
     log = await log_server.open(run_dir.name)
     pen = Pen(log.run, "w", await log.claim("w"))
-    await log.append([pen.prepare(targets=("t", "unread")) for _ in range(20)])
+    await log.append([pen.prepare(targets=("t", "unread", "slow")) for _ in range(20)])
+    await log.receive("slow", "c", limit=4)
+    await log.acknowledge("slow", [1, 2, 3, 4])
     await log.receive("t", "c", limit=10)
     await log.acknowledge("t", [1, 2, 4, 5])
     folder = segment_dir(run_dir)
@@ -251,6 +254,7 @@ async def test_trimming_keeps_what_is_not_sealed_and_what_is_not_acknowledged(
     assert [d.event.position for d in await again.receive("t", "c", limit=99)] == [3, 6, 7, 8, 9, 10]
     assert [d.event.position for d in await again.receive("t", "c", limit=99)] == list(range(11, 21))
     assert len(await again.receive("unread", "c", limit=99)) == 20
+    assert [d.event.position for d in await again.receive("slow", "c", limit=99)] == list(range(5, 21))
     assert await log.call("XLEN", f"{{{log.run}}}:to:t") == 18
 
 
@@ -314,7 +318,10 @@ async def test_a_dead_run_is_read_from_its_append_only_file_and_left_as_it_is(tm
     assert {p: p.read_bytes() for p in sorted((run_dir / "log" / "aof").iterdir())} == before
 
 
-async def test_an_ended_run_without_a_server_is_read_from_its_segments(tmp_path: Path) -> None:
+async def test_an_ended_run_without_a_server_is_read_from_its_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "LIVE_TIMEOUT_S", 0.2)
     run_dir = tmp_path / "run-1"
     run_dir.mkdir()
     describe(run_dir, f"unix://{tmp_path}/gone.sock")
@@ -327,13 +334,14 @@ async def test_an_ended_run_without_a_server_is_read_from_its_segments(tmp_path:
         await reader.close()
 
 
-async def test_where_there_is_nothing_to_read_it_says_so(tmp_path: Path) -> None:
+async def test_where_there_is_nothing_to_read_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LogError, match="neither a live log nor anything sealed"):
         await open_reader(tmp_path / "nowhere")
     run_dir = tmp_path / "run-1"
     run_dir.mkdir()
     describe(run_dir, f"unix://{tmp_path}/gone.sock")
-    with pytest.raises(LogError, match="neither a live log nor anything sealed"):
+    monkeypatch.setattr(reader_module, "LIVE_TIMEOUT_S", 0.2)
+    with pytest.raises(LogUnavailable, match=r"gone\.sock"):
         await open_reader(run_dir)
 
 
