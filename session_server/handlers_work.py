@@ -15,15 +15,23 @@ from session_server.server import Server
 from session_server.work import Candidate, task_seed
 
 MAX_WAIT_S = 30.0
+MAX_WORKER_NAME = 200
 
 
 async def lease(server: Server, request: web.Request) -> web.StreamResponse:
-    """{wait_s?} -> 200 with a session, or 204 after wait_s without work (or while admission is closed)."""
+    """{wait_s?, worker?} -> 200 with a session, or 204 after wait_s without work (or while admission is closed).
+
+    A worker that names itself `name/incarnation` ends the leases of earlier incarnations of that name at once.
+    """
     server.tokens.require_worker(request.headers)
     body = parse_object(await request.read() or b"{}")
     wait_s = float(number(body, "wait_s", 0.0, 0.0, MAX_WAIT_S))
     if len(server.sessions.live) >= server.ctx.config.session_server.max_open_sessions:
         raise RequestError(429, "rate_limit_error", "too many sessions are open")
+    worker = body.get("worker", "")
+    if not isinstance(worker, str) or len(worker) > MAX_WORKER_NAME:
+        raise RequestError(400, "invalid_request_error", f"worker must be at most {MAX_WORKER_NAME} characters", "worker")
+    await _return_left_behind(server, worker)
     reserved = None
     try:
         async with asyncio.timeout(wait_s + 0.001) as limit:
@@ -36,7 +44,7 @@ async def lease(server: Server, request: web.Request) -> web.StreamResponse:
                     break
                 else:
                     limit.reschedule(None)
-                    reserved = await _reserve(server, candidate)
+                    reserved = await _reserve(server, candidate, worker)
     except TimeoutError:
         pass
     if reserved is None:
@@ -44,14 +52,21 @@ async def lease(server: Server, request: web.Request) -> web.StreamResponse:
     return await _open(server, reserved)
 
 
-async def _reserve(server: Server, candidate: Candidate) -> RolloutReserved | None:
+async def _return_left_behind(server: Server, worker: str) -> None:
+    for session_id in server.work.left_behind(worker):
+        session = server.sessions.live.get(session_id)
+        if session is not None and not session.ending:
+            await server.endings.expire(session, "its worker was started again")
+
+
+async def _reserve(server: Server, candidate: Candidate, worker: str) -> RolloutReserved | None:
     """None if another server was faster."""
     config = server.ctx.config
     fact = RolloutReserved(
         rollout_id=candidate.rollout_id, attempt=candidate.attempt, session_id=server.own_session_id(),
         purpose=candidate.purpose, group=candidate.group, member=candidate.member,
         seed=task_seed(config.run.seed, candidate.purpose, candidate.group),
-        deadline_wall_s=server.clock.wall_s() + config.rollout.lease_s,
+        deadline_wall_s=server.clock.wall_s() + config.rollout.lease_s, worker=worker,
     )  # fmt: skip
     try:
         await server.facts.append(fact)

@@ -58,6 +58,7 @@ class Rollout:
     attempt: int
     state: str
     session_id: str
+    worker: str = ""
 
 
 class _Settled:
@@ -138,6 +139,17 @@ class Work:
             if rollout.state == "reserved"
         ]
 
+    def left_behind(self, worker: str) -> list[str]:
+        """Sessions leased to an earlier incarnation of this worker (`name/incarnation`), which nobody plays any more."""
+        name, mark, _ = worker.rpartition("/")
+        if not mark:
+            return []
+        return [
+            rollout.session_id
+            for _, _, _, rollout in self.reserved()
+            if rollout.worker != worker and rollout.worker.rpartition("/")[0] == name
+        ]
+
     def is_final(self, attempt: int) -> bool:
         """Whether a lease that is returned at this attempt was the last one."""
         return attempt >= self.max_returns
@@ -145,7 +157,8 @@ class Work:
     def apply(self, body: Body) -> None:
         match body:
             case RolloutReserved():
-                self._set(body.purpose, body.group, body.member, Rollout(body.attempt, "reserved", body.session_id))
+                rollout = Rollout(body.attempt, "reserved", body.session_id, body.worker)
+                self._set(body.purpose, body.group, body.member, rollout)
             case RolloutReturned() | RolloutReceived():
                 self._ended(body)
             case SampleReady() | SampleRejected():

@@ -149,12 +149,14 @@ def _rewards(view: RunView) -> dict[str, JSON]:
 def _differences(view: RunView) -> dict[str, JSON]:
     """How far the trainer's log-probs of sampled tokens are from the engines', weighted by tokens.
 
-    `_older`: over the tokens that were sampled with an older version than the one that the step trained.
+    Over tokens that the step's own weights sampled on a context of their own; `_carried`: sampled by them after tokens
+    of older weights (a conversation that went on over a weight sync); `_older`: sampled by older weights.
     """
     measured = [m for m in (done.metrics for done in view.steps.values()) if m.get("logprob_abs_diff_tokens", 0.0) > 0]
     return {
         "logprob_abs_diff_mean": _weighted(view, ""),
         "logprob_abs_diff_max": max((m["logprob_abs_diff_max"] for m in measured), default=None),
+        "logprob_abs_diff_mean_carried": _weighted(view, "_carried"),
         "logprob_abs_diff_mean_older": _weighted(view, "_older"),
     }
 

@@ -48,6 +48,19 @@ async def test_an_expired_lease_comes_back_until_it_is_final(rig_of, engine, mod
         await rig.call("POST", "/rollouts/lease", {"wait_s": 0.1}, status=204)
 
 
+async def test_a_worker_that_starts_again_gives_back_what_it_had_leased(rig_of, engine):
+    async with rig_of(engine) as rig:
+        await rig.admit(1, groups=1, size=2)
+        lease = ("POST", "/rollouts/lease")
+        first = await rig.call(*lease, {"wait_s": 5, "worker": "env-0/a"})
+        other = await rig.call(*lease, {"wait_s": 5, "worker": "env-1/a"})
+        again = await rig.call(*lease, {"wait_s": 5, "worker": "env-0/b"})
+        assert again["rollout_id"] == first["rollout_id"] != other["rollout_id"]
+        assert again["session_id"] != first["session_id"]
+        ended = await rig.events("session.expired")
+        assert [body.session_id for body in ended] == [first["session_id"]]
+
+
 async def test_a_session_with_an_open_turn_does_not_expire(rig_of, slow_engine, model):
     config = make_config(model, rollout=Rollout(lease_s=0.1, max_turn_tokens=100, turn_deadline_s=20))
     async with rig_of(slow_engine, config=config) as rig:

@@ -253,6 +253,7 @@ def test_the_summary_of_a_whole_run() -> None:
         "trainer": "megatron-core",
         "weight_version": 2,
         "logprob_abs_diff_max": 9e-6,
+        "logprob_abs_diff_mean_carried": None,
         "logprob_abs_diff_mean_older": 0.5,
         "rows_replayed": 42,
         "partial_turns": 1,
