@@ -323,7 +323,13 @@ async def connect(url: str, run: str, *, connect_timeout_s: float = 10.0) -> Red
     if not url:
         raise LogError("no log server: set [log] url or REDIS_URL, or let the supervisor start the embedded one")
     try:
-        client = Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), socket_connect_timeout=connect_timeout_s)
+        client = Redis.from_url(
+            url,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            socket_connect_timeout=connect_timeout_s,
+            socket_timeout=None,  # `call` has the deadline; redis-py's default would cut blocking reads after 5 s
+        )
     except ValueError as error:
         raise LogError(f"[log] url or REDIS_URL {public_url(url)!r}: {error}") from error
     log = RedisLog(client, url, run)

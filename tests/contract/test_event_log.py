@@ -106,6 +106,19 @@ async def test_a_reader_that_waits_in_vain_returns_nothing_after_its_time(log: E
     assert 0.09 <= time.monotonic() - started < 5.0
 
 
+@pytest.mark.slow
+async def test_a_reader_waits_as_long_as_it_was_told(world: World) -> None:
+    reader, writer = await world.open(), await world.open()
+    pen = await pen_of(writer)
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(reader.read(0, wait_s=30.0))
+        receiving = tasks.create_task(reader.receive("t", "c", wait_s=30.0))
+        await asyncio.sleep(7.0)
+        await append(writer, pen.prepare(targets=("t",)))
+    assert [e.position for e in reading.result()] == [1]
+    assert [d.event.position for d in receiving.result()] == [1]
+
+
 async def test_a_blocked_reader_does_not_delay_an_append_of_the_same_process(log: EventLog) -> None:
     pen = await pen_of(log)
     await append(log, pen.prepare())
