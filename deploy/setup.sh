@@ -7,6 +7,9 @@
 set -eu
 cd "$(dirname "$0")/.."
 
+# uv does not read pip's settings; a certificate authority that pip was given (a proxy's, say) is meant for both.
+if [ -z "${SSL_CERT_FILE:-}" ] && [ -n "${PIP_CERT:-}" ]; then export SSL_CERT_FILE="$PIP_CERT"; fi
+
 say() { echo "setup: $*" >&2; }
 fail() { say "$*"; exit 1; }
 
