@@ -142,7 +142,7 @@ class _Keeper:
             events = await open_log(self.ctx)
             async with await Writer.open(events, "supervisor") as self.writer:
                 before = await events.tail()
-                self._start("controller", ["-m", "controller", *self._run_dir(), "--whole"], group, ends_well=True)
+                self._start("controller", ["-m", "controller", *self._run_dir()], group, ends_well=True)
                 await self._first_word(events, before)
                 self._start_others(group)
                 await self._follow(events)

@@ -27,12 +27,12 @@ READ_WAIT_S = 1.0
 READ_LIMIT = 1024
 
 
-async def main(ctx: RunContext, *, whole: bool = False) -> None:
-    """Run until RunStopped stands in the log. `whole`: every process of this run was just started."""
+async def main(ctx: RunContext) -> None:
+    """Run until RunStopped stands in the log."""
     events = await open_log(ctx)
     try:
         async with await Writer.open(events, "controller") as writer:
-            await Loop(ctx, events, writer).run(whole)
+            await Loop(ctx, events, writer).run()
     finally:
         await events.close()
 
@@ -46,11 +46,11 @@ class Loop:
         self.quiet_since_s = writer.clock.mono_s()
         self.alarmed = False
 
-    async def run(self, whole: bool) -> None:
+    async def run(self) -> None:
         tail = await self.events.tail()
         while self.state.position < tail:
             await self._read(0.0)
-        await self._announce(whole)
+        await self._announce()
         while not self.state.stopped:
             grown = await self._read(READ_WAIT_S)
             if self.state.position < self.barrier:
@@ -66,17 +66,20 @@ class Loop:
             self.last = event.id
         return bool(batch)
 
-    async def _announce(self, whole: bool) -> None:
+    async def _announce(self) -> None:
+        start_id = self.ctx.endpoints.start_id
         config = msgspec.json.encode(self.ctx.config).decode()
         digest = hashlib.sha256(config.encode()).hexdigest()
         engines = tuple(f"engine-{i}" for i in range(self.ctx.config.engine.count))
         if not self.state.run_id:
+            servers = self.ctx.config.session_server.count
             body: run.RunStarted | run.RunResumed = run.RunStarted(
-                self.ctx.run_id, config, digest, DECIDE_VERSION, 1, self.ctx.config.session_server.count, engines
+                self.ctx.run_id, config, digest, DECIDE_VERSION, 1, servers, engines, start_id
             )
         else:
+            state, whole = self.state, start_id != self.state.start_id
             body = run.RunResumed(
-                self.ctx.run_id, config, digest, DECIDE_VERSION, self.state.lineage, self.state.restarts + 1, whole
+                self.ctx.run_id, config, digest, DECIDE_VERSION, state.lineage, state.restarts + 1, whole, start_id
             )
         self.barrier = (await self.writer.append(body)).position
 
@@ -105,12 +108,11 @@ class Loop:
 def cli(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m controller", description="The controller of one run.")
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--whole", action="store_true", help="every process of the run was just started")
     options = parser.parse_args(argv)
 
     async def start(ctx: RunContext) -> None:
         try:
-            await main(ctx, whole=options.whole)
+            await main(ctx)
         except FencedError:
             log.error("another controller has taken over this run; stopping")
             raise

@@ -76,6 +76,7 @@ def open_endpoints(folder: Path, config: Config, log_url: str) -> RunContext:
         ray_temp_dir=f"/tmp/segue-ray-{secrets.token_hex(4)}",
         admin_token=secrets.token_urlsafe(24),
         worker_token=secrets.token_urlsafe(24),
+        start_id=secrets.token_hex(8),
     )
     _write(folder / "endpoints.json", msgspec.json.encode(endpoints))
     return RunContext.load(folder)

@@ -37,6 +37,8 @@ class Endpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ray_temp_dir: str
     admin_token: str
     worker_token: str
+    start_id: str = ""
+    """Names this start of the run's processes; new at every start of the supervisor."""
 
 
 @dataclass(frozen=True, slots=True)

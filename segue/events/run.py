@@ -16,13 +16,15 @@ class RunStarted(Body, frozen=True):
     lineage: int
     session_servers: int
     engines: tuple[str, ...]
+    start_id: str = ""
 
 
 @fact("run.resumed", emitter="controller", follows="TrainerReady")
 class RunResumed(Body, frozen=True):
     """The controller came back to a run that the log knows already.
 
-    `whole`: every process of the run is new (`--resume`); otherwise only the controller is, and the others go on.
+    `start_id` names the supervisor's start. `whole`: it is another one than before, so every process of the run is
+    new (`--resume`); otherwise only the controller is, and the others go on.
     """
 
     run_id: str
@@ -32,6 +34,7 @@ class RunResumed(Body, frozen=True):
     lineage: int
     restart: int
     whole: bool
+    start_id: str = ""
 
 
 @command("run.stop", handler="supervisor", key=("reason", "restart"), follows="RunStopped within 60 s")

@@ -63,6 +63,7 @@ class RunState:
     lineage: int = 1
     decide_version: int = 0
     restarts: int = 0
+    start_id: str = ""
     session_servers: int = 1
     engine_ids: tuple[str, ...] = ()
     stopped: str = ""
@@ -148,7 +149,7 @@ def _on[B: Body](kind: type[B]) -> Callable[[Callable[[RunState, B, Recorded], N
 def _(s: RunState, b: run.RunStarted, e: Recorded) -> None:
     s.run_id, s.lineage, s.decide_version = b.run_id, b.lineage, b.decide_version
     s.config = msgspec.json.decode(b.config, type=Config)
-    s.session_servers, s.engine_ids = b.session_servers, b.engines
+    s.session_servers, s.engine_ids, s.start_id = b.session_servers, b.engines, b.start_id
 
 
 @_on(run.RunResumed)
@@ -156,6 +157,7 @@ def _(s: RunState, b: run.RunResumed, e: Recorded) -> None:
     s.config = msgspec.json.decode(b.config, type=Config)
     s.restarts, s.decide_version = b.restart, b.decide_version
     s.stopped = s.stop_asked = s.fatal = ""
+    s.start_id = b.start_id
     if b.whole:
         s.services.clear()
         s.trainer = None
