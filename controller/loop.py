@@ -51,6 +51,8 @@ class Loop:
         while self.state.position < tail:
             await self._read(0.0)
         await self._announce()
+        while self.state.position < self.barrier:  # an earlier RunStopped is over when RunResumed was read
+            await self._read(READ_WAIT_S)
         while not self.state.stopped:
             grown = await self._read(READ_WAIT_S)
             if self.state.position < self.barrier:

@@ -38,7 +38,8 @@ async def _report(folder: Path, outcome: launch.Outcome) -> None:
     try:
         summary = build_summary(await read_events(folder), extras)
     except LogError as error:
-        print(f"segue train: no summary, because the log cannot be read: {error}", file=sys.stderr)
+        if outcome.reason in EXIT_CODES:
+            print(f"segue train: no summary, because the log cannot be read: {error}", file=sys.stderr)
         return
     write_summary(folder / "summary.json", summary)
     plotted = plot_rewards(summary, folder / "reward.png")
