@@ -30,7 +30,9 @@ async def lease(server: Server, request: web.Request) -> web.StreamResponse:
         raise RequestError(429, "rate_limit_error", "too many sessions are open")
     worker = body.get("worker", "")
     if not isinstance(worker, str) or len(worker) > MAX_WORKER_NAME:
-        raise RequestError(400, "invalid_request_error", f"worker must be at most {MAX_WORKER_NAME} characters", "worker")
+        raise RequestError(
+            400, "invalid_request_error", f"worker must be at most {MAX_WORKER_NAME} characters", "worker"
+        )
     await _return_left_behind(server, worker)
     reserved = None
     try:

@@ -140,7 +140,7 @@ class Work:
         ]
 
     def left_behind(self, worker: str) -> list[str]:
-        """Sessions leased to an earlier incarnation of this worker (`name/incarnation`), which nobody plays any more."""
+        """Sessions leased to an earlier incarnation of this worker (`name/incarnation`): nobody plays them any more."""
         name, mark, _ = worker.rpartition("/")
         if not mark:
             return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from segue.events.base import Body, fact
 
 
@@ -19,7 +21,7 @@ class SessionOpened(Body, frozen=True):
     temperature: float
     ttl_s: float
     token_budget: int
-    metadata: dict[str, str] = {}
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 @fact("session.finished", emitter="session server", key=("session_id",), follows="SampleReady or SampleRejected")
@@ -28,7 +30,7 @@ class SessionFinished(Body, frozen=True):
 
     session_id: str
     status: str
-    metadata: dict[str, str] = {}
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 @fact("session.abandoned", emitter="session server", key=("session_id",))

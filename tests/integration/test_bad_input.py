@@ -1,4 +1,4 @@
-"""What a person gets wrong at the start: one clear line that names the thing and the remedy, and nothing left running."""
+"""What a person gets wrong at the start: one clear line with the thing and the remedy, and nothing left running."""
 
 from __future__ import annotations
 

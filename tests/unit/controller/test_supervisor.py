@@ -80,7 +80,9 @@ async def test_a_child_that_may_end_is_left_alone_after_exit_code_zero(tmp_path:
     assert supervisor.restart_counts() == {"child": 0}
 
 
-async def test_stop_ends_a_child_that_ignores_sigterm_and_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_ends_a_child_that_ignores_sigterm_and_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("controller.supervisor.TERM_WAIT_S", 0.3)
     code = (
         "import signal, subprocess, sys, time\n"
@@ -106,7 +108,8 @@ def test_children_die_with_the_supervisor(tmp_path: Path) -> None:
         "async def ignore(*a): pass\n"
         "async def main():\n"
         "    async with asyncio.TaskGroup() as g:\n"
-        f"        c = Supervisor(ignore).start(ChildSpec('c', (sys.executable, '-c', 'import time; time.sleep(60)'), Path({str(tmp_path)!r}) / 'c'), g)\n"
+        f"        argv, log = (sys.executable, '-c', 'import time; time.sleep(60)'), Path({str(tmp_path)!r}) / 'c'\n"
+        "        c = Supervisor(ignore).start(ChildSpec('c', argv, log), g)\n"
         "        while c.process is None: await asyncio.sleep(0.01)\n"
         "        print(c.process.pid, flush=True)\n"
         "asyncio.run(main())\n"
