@@ -34,7 +34,6 @@ BACKOFF_FIRST_S, BACKOFF_LAST_S = 0.5, 20.0
 FAILED_STARTS = 2
 """An engine that fails to start this often before it was ever up ends the run: its configuration is wrong."""
 COMMAND_TRIES = 3
-FLUSH_TIMEOUT_S = 10.0
 
 
 class RolloutActor:
@@ -179,14 +178,15 @@ class RolloutActor:
                 await writer.append(run.AlarmRaised("refused", self.engine_id, detail), cause=cause)
 
     async def _pause(self, body: engine.PauseEngines, writer: Writer) -> engine.EnginePaused:
-        """Requests were cut by id before; `retract` on the empty engine takes 3 ms, its own `abort` a second."""
+        """Requests were cut by id before; `retract` on the empty engine takes 3 ms, its own `abort` a second.
+
+        No flush here: the load of new weights flushes, and an engine that keeps its weights may keep its cache.
+        """
         assert self.control is not None
         began_s = writer.clock.mono_s()
         config = self.ctx.config
         how = realise(body.mode, partial=config.rollout.partial, r3=config.r3.enabled)
         await self.control.pause(how.engine_pause)
-        if how.flush:
-            await self.control.flush(FLUSH_TIMEOUT_S)
         took_s = writer.clock.mono_s() - began_s
         return engine.EnginePaused(body.pause, self.engine_id, body.mode, how.engine_pause, took_s)
 

@@ -39,6 +39,23 @@ def plugin() -> None:
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS  # type: ignore[import-not-found,unused-ignore]
 
     ALLOC_MEMORY_FUNCS["cpu"] = _plain_host_memory
+    _sleep_while_paused()
+
+
+def _sleep_while_paused() -> None:
+    """Let a paused scheduler wait for its next message, as it does when idle; it would spin a core while others train.
+
+    A paused loop only takes messages in, and the wait ends with the next one.
+    """
+    from sglang.srt.managers.scheduler import Scheduler  # type: ignore[import-not-found,unused-ignore]
+
+    record = Scheduler._record_scheduler_state_for_paused_engine
+
+    def record_and_wait(scheduler: Any) -> None:
+        record(scheduler)
+        scheduler.maybe_sleep_on_idle()
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_and_wait
 
 
 def _plain_host_memory(
