@@ -38,6 +38,7 @@ LOG_READY_S = 30.0
 FIRST_WORD_S = 30.0
 STOP_WAIT_S = 15.0
 SEAL_DEADLINE_S = 120.0
+DISPLAY_GATHER_S = 0.2
 RAY_STORE_FLOOR_BYTES = 80 * 1024 * 1024
 """Ray refuses an object store below about 75 MiB; samples and weights do not travel through it."""
 
@@ -102,6 +103,7 @@ class _Keeper:
         self.memory = MemoryWatch()
         self.writer: Writer | None = None
         self.interrupts = 0
+        self.stop_deadline: asyncio.TimerHandle | None = None
 
     async def run(self, server: ServerCommand | None) -> None:
         loop = asyncio.get_running_loop()
@@ -130,7 +132,7 @@ class _Keeper:
             return
         command = run.StopRun("asked for by a person", self.display.view.restarts_of_run)
         self.writer.submit(command, targets=("supervisor",)).add_done_callback(lambda done: done.exception())
-        asyncio.get_running_loop().call_later(STOP_WAIT_S, work.cancel)
+        self.stop_deadline = asyncio.get_running_loop().call_later(STOP_WAIT_S, work.cancel)
         self.outcome.reason = "interrupted"
 
     async def _work(self, server: ServerCommand | None, group: asyncio.TaskGroup) -> None:
@@ -149,7 +151,12 @@ class _Keeper:
         finally:
             self.writer = None
             watch.cancel()
-            await self._close(events)
+            if self.stop_deadline is not None:
+                self.stop_deadline.cancel()
+            try:
+                await self._close(events)
+            finally:
+                self.supervisor.kill()
 
     async def _close(self, events: EventLog | None) -> None:
         """End everything, the log server last: what the others say while they end is sealed with the rest."""
@@ -227,7 +234,7 @@ class _Keeper:
         return ChildSpec(f"env-{index}", argv, self.ctx.run_dir / "logs" / f"env-{index}.out", env=env)
 
     async def _follow(self, events: EventLog) -> None:
-        async for event in follow(events):
+        async for event in follow(events, gather_s=DISPLAY_GATHER_S):
             self.display.apply(event)
             if self._ends_run(event):
                 return
@@ -253,6 +260,8 @@ def _ray_environment() -> dict[str, str]:
         "RAY_DISABLE_IMPORT_WARNING": "1",
         # Ray's metrics agent costs memory and writes nothing that we read.
         "RAY_enable_metrics_collection": "0",
+        # Ray would run actors, and with them engine and trainer, behind everything else on the machine.
+        "RAY_worker_niceness": "0",
         # Nothing on this node is worth 30 seconds of draining: the actors have ended before Ray does.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "OMP_NUM_THREADS": "1",

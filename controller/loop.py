@@ -25,6 +25,8 @@ from segue.state import RunState
 log = logging.getLogger("controller")
 READ_WAIT_S = 1.0
 READ_LIMIT = 1024
+GATHER_S = 0.005
+"""Pause between two reads: a decision may wait this long, and reading event by event costs more than deciding."""
 
 
 async def main(ctx: RunContext) -> None:
@@ -59,6 +61,7 @@ class Loop:
                 continue
             await self._act()
             await self._watch_for_stall(grown)
+            await self.writer.clock.sleep(GATHER_S)
         log.info("run %s: %s", self.state.run_id, self.state.stopped)
 
     async def _read(self, wait_s: float) -> bool:

@@ -97,6 +97,7 @@ class Child:
             return await self.process.wait()
         except asyncio.CancelledError:
             self._signal(signal.SIGKILL)
+            await self.process.wait()
             raise
 
     async def stop(self) -> None:
@@ -151,6 +152,11 @@ class Supervisor:
         for child in reversed(self.children):
             if names is None or child.spec.name in names:
                 await child.stop()
+
+    def kill(self) -> None:
+        """End what is left at once and let the keepers go; for a shutdown that was itself cut short."""
+        for keeper in self._keepers:
+            keeper.cancel()
 
     def restart_counts(self) -> dict[str, int]:
         return {child.spec.name: child.restarts for child in self.children}

@@ -31,6 +31,8 @@ from segue.log.writer import Writer
 
 COMMAND_WAIT_S = 1.0
 LOG_PAUSE_S = 0.5
+GATHER_S = 0.02
+"""An engine that starts or is lost is known this much later at most."""
 MAX_DELIVERIES = 5
 """A command that kept killing its handler this often is set aside."""
 
@@ -107,7 +109,7 @@ async def catch_up(log: EventLog, assigner: Assigner) -> int:
 
 
 async def keep_up(log: EventLog, after: int, assigner: Assigner, writer: Writer) -> None:
-    async for recorded in follow(log, after):
+    async for recorded in follow(log, after, gather_s=GATHER_S):
         if recorded.body is not None:
             assigner.state.apply(recorded.body)
             await report_drained(assigner, writer)

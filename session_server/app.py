@@ -137,12 +137,7 @@ async def _read_up_to(log: EventLog | RunReader, end: int, fold: ServerFold) -> 
 
 async def _follow(server: Server, log: EventLog, after: int) -> None:
     """Keep up with what others do. Work facts are applied from here, this server's own included."""
-    clock = server.clock
-    paced_s = clock.mono_s()
-    async for event in follow(log, after):
-        if clock.mono_s() - paced_s > FOLLOW_PACE_S:
-            await clock.sleep(FOLLOW_PACE_S)
-            paced_s = clock.mono_s()
+    async for event in follow(log, after, gather_s=FOLLOW_PACE_S):
         body = event.body
         if body is None:
             continue

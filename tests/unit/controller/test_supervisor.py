@@ -124,3 +124,14 @@ def test_children_die_with_the_supervisor(tmp_path: Path) -> None:
         while psutil.pid_exists(child) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not psutil.pid_exists(child)
+
+
+async def test_kill_ends_everything_at_once(tmp_path: Path) -> None:
+    supervisor = Supervisor(ignore)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    async with asyncio.TaskGroup() as group:
+        children = [supervisor.start(spec(tmp_path, code, name=f"c{i}"), group) for i in range(2)]
+        for child in children:
+            await child.started.wait()
+        supervisor.kill()
+    assert all(child.process is not None and not psutil.pid_exists(child.process.pid) for child in children)
