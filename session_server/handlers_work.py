@@ -74,6 +74,8 @@ async def _reserve(server: Server, candidate: Candidate, worker: str) -> Rollout
         await server.facts.append(fact)
     except ConflictError:
         return None
+    # At once, not only when it is read back: the worker's next incarnation may ask before that.
+    server.work.apply(fact)
     return fact
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,11 +18,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from stub_sessions import WORKER_TOKEN, StubSessions
+
+from segue.config import load_config
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "first_words"
-sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
-
-from stub_sessions import WORKER_TOKEN, StubSessions  # noqa: E402
 
 
 def load(name: str) -> ModuleType:
@@ -60,7 +61,7 @@ async def program(stub: StubSessions, concurrency: int = 4) -> AsyncIterator[asy
 
 async def test_it_plays_leased_rollouts_to_their_end_and_gives_each_turn_its_reward() -> None:
     stub = StubSessions(obedient, iter([("train", group) for group in range(20)]))
-    async with stub.running(), program(stub) as process:
+    async with stub.running(), program(stub):
         await stub.until(lambda: len(stub.finished) == 20)
         assert {tuple(body["per_turn"]) for body in stub.finished.values()} == {(1.0, 1.0, 1.0)}
         assert 1 < stub.open_most <= 4
@@ -68,7 +69,9 @@ async def test_it_plays_leased_rollouts_to_their_end_and_gives_each_turn_its_rew
         for session_id, (purpose, group) in stub.sessions.items():
             asked = [m["content"].split()[-1] for m in stub.transcripts[session_id] if m["role"] == "user"]
             assert tuple(asked) == environment.task_of(purpose, group)
-        assert stub.lease_bodies[0]["worker"] == f"env-0/{process.pid}"
+        workers = {body["worker"] for body in stub.lease_bodies}
+        assert len(workers) == 1
+        assert re.fullmatch(r"env-0/[0-9a-f]{8}", workers.pop())
 
 
 async def test_what_the_policy_said_decides_reward_and_feedback() -> None:
@@ -167,3 +170,8 @@ def test_the_model_folder_is_whole_and_its_words_are_what_the_environment_says(t
         assert sum(int(tensors.get_tensor(name).size) for name in names) == 453_312
         assert "model.layers.3.mlp.experts.7.down_proj.weight" in names
         assert {str(tensors.get_tensor(name).dtype) for name in names} == {"float32"}
+
+
+def test_the_run_compares_with_the_best_policy_that_ignores_the_prompt() -> None:
+    config = load_config(EXAMPLE / "run.toml")
+    assert config.environment.baselines["prompt_blind"] == pytest.approx(environment.prompt_blind())
