@@ -73,6 +73,8 @@ class RolloutActor:
             except EngineError as error:
                 failures += 1
                 log.error("start failed: %s", error)
+                if self.process is not None:  # healthy, but it failed its probe: the next start makes another one
+                    await self.process.stop()
                 if failures >= FAILED_STARTS and self.starts == 0:
                     await writer.append(run.AlarmRaised("fatal", self.engine_id, str(error)))
                 await self._back_off(writer, failures, -1)
