@@ -150,7 +150,8 @@ def _differences(view: RunView) -> dict[str, JSON]:
     """How far the trainer's log-probs of sampled tokens are from the engines', weighted by tokens.
 
     Over tokens that the step's own weights sampled on a context of their own; `_carried`: sampled by them after tokens
-    of older weights (a conversation that went on over a weight sync); `_older`: sampled by older weights.
+    of older weights (a conversation that went on over a weight sync); `_older`: sampled by older weights. The counts
+    let a reader pool them: mean and `_carried` together cover every token of the step's own weights.
     """
     measured = [m for m in (done.metrics for done in view.steps.values()) if m.get("logprob_abs_diff_tokens", 0.0) > 0]
     return {
@@ -158,6 +159,10 @@ def _differences(view: RunView) -> dict[str, JSON]:
         "logprob_abs_diff_max": max((m["logprob_abs_diff_max"] for m in measured), default=None),
         "logprob_abs_diff_mean_carried": _weighted(view, "_carried"),
         "logprob_abs_diff_mean_older": _weighted(view, "_older"),
+        **{
+            f"logprob_abs_diff_tokens{which}": int(view.total(f"logprob_abs_diff_tokens{which}"))
+            for which in ("", "_carried", "_older")
+        },
     }
 
 
