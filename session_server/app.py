@@ -187,6 +187,8 @@ def _application(server: Server) -> web.Application:
             web.get("/sessions/{id}", _of_session(handlers_session.view)),
             web.delete("/sessions/{id}", _of_session(handlers_session.delete)),
             web.post("/sessions/{id}/v1/chat/completions", _of_session(handlers_chat.chat_completions)),
+            web.post("/sessions/{id}/v1/responses", _of_session(handlers_chat.responses)),
+            web.post("/sessions/{id}/v1/messages", _of_session(handlers_chat.messages)),
             web.post("/sessions/{id}/generate", _of_session(handlers_chat.generate)),
             web.post("/sessions/{id}/reward", _of_session(handlers_session.reward, over=409)),
             web.post("/sessions/{id}/finish", _of_session(handlers_session.finish, finished_again=True)),

@@ -12,7 +12,7 @@ import numpy as np
 from segue.config.schema import Config
 from segue.errors import RequestError
 from session_server.attempt import Ask, Attempt
-from session_server.chat_api import ChatBody
+from session_server.dialect import TurnBody
 from session_server.families import Generic
 from session_server.graph import Delivered, Node
 from session_server.messages import Message, invalid
@@ -60,10 +60,12 @@ class Asks:
     config: Config
     family: Generic
 
-    def chat(self, session: Session, body: ChatBody, marks: Marks) -> Ask:
+    def chat(self, session: Session, body: TurnBody, marks: Marks) -> Ask:
         """Raises RequestError 400 (does not fit, or the template refuses), 409 (on_length), 429 (bytes held)."""
         self._check_room(session)
-        parent = session.graph.attach(body.messages, body.context)
+        after = body.after
+        named = after is not None and after.context == body.context
+        parent = after if named else session.graph.attach(body.messages, body.context)
         if parent is None:
             ids = self.family.opening(body.messages, body.tools)
             appended = body.messages

@@ -2,98 +2,87 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from segue.errors import RequestError
+from session_server.dialect import (
+    Delta,
+    Head,
+    Terms,
+    TurnBody,
+    event,
+    flag,
+    model_name,
+    parse_object,
+    tool_list,
+    tools_of,
+)
 from session_server.graph import Node
+from session_server.http_errors import error_body
 from session_server.messages import invalid, parse_messages
 from session_server.model_text import ModelText
-from session_server.sampling import Sampling, parse_sampling, refuse_control_fields
-
-_NO_TOOLS = "chat"
-"""Context of turns without tools."""
+from session_server.sampling import parse_sampling, refuse_control_fields
 
 
 @dataclass(frozen=True, slots=True)
-class ChatBody:
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    use_tools: bool
-    """Whether calls in the answer are parsed (`tool_choice` is not "none")."""
-    model: str
-    stream: bool
+class Chat:
+    """A request for a chat completion."""
+
+    turn: TurnBody
     include_usage: bool
     logprobs: bool
-    sampling: Sampling
 
-    @property
-    def context(self) -> str:
-        """What shapes the prompt beside the messages; turns of one path agree in it."""
-        if not self.tools:
-            return _NO_TOOLS
-        return hashlib.sha256(orjson.dumps(self.tools, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+    def whole(self, node: Node, text: ModelText) -> bytes:
+        """The chat.completion of a committed turn; the same node gives the same answer."""
+        choice: dict[str, Any] = {
+            "index": 0, "message": node.messages[-1].raw, "finish_reason": node.finish_reason,
+            "logprobs": _logprobs(node, text) if self.logprobs else None,
+        }  # fmt: skip
+        head = {
+            "id": answer_id(node.turn_id), "object": "chat.completion", "created": node.created_s,
+            "model": self.turn.model,
+        }  # fmt: skip
+        return orjson.dumps({**head, "choices": [choice], "usage": usage(node)})
 
-
-def parse_object(data: bytes) -> dict[str, Any]:
-    """A JSON object. Raises RequestError 400."""
-    try:
-        body = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise invalid(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise invalid("the body must be a JSON object")
-    return body
+    def stream(self, head: Head) -> Chunks:
+        return Chunks(self, head)
 
 
-def parse_chat(data: bytes, *, purpose: str, temperature: float, renders_tools: bool) -> ChatBody:
+def parse_chat(data: bytes, terms: Terms) -> Chat:
     """Raises RequestError 400 naming the field; fields that mean nothing here are ignored."""
     body = parse_object(data)
     refuse_control_fields(body)
-    sampling = parse_sampling(body, purpose=purpose, temperature=temperature)
-    tools = _tools(body, renders_tools)
+    sampling = parse_sampling(body, purpose=terms.purpose, temperature=terms.temperature)
+    tools = _tools(body, terms) if body.get("tools") else None
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise invalid("'stream_options' must be an object", "stream_options")
-    return ChatBody(
+    turn = TurnBody(
         parse_messages(body.get("messages")), tools, bool(tools) and body.get("tool_choice") != "none",
-        str(body.get("model") or "policy"), _flag(body, "stream"), bool(options and options.get("include_usage")),
-        _flag(body, "logprobs"), sampling,
+        model_name(body), flag(body, "stream"), sampling,
     )  # fmt: skip
+    return Chat(turn, bool(options and options.get("include_usage")), flag(body, "logprobs"))
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise invalid(f"'{name}' must be true or false", name)
-    return bool(value)
-
-
-def _tools(body: Mapping[str, Any], renders_tools: bool) -> list[dict[str, Any]] | None:
-    tools = body.get("tools")
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise invalid("'tools' must be a list of objects", "tools")
+def _tools(body: Mapping[str, Any], terms: Terms) -> list[dict[str, Any]] | None:
+    tools = tools_of(tool_list(body), terms)
     if body.get("tool_choice") not in (None, "auto", "none"):
         raise invalid("'tool_choice' can be auto or none: the policy is not constrained", "tool_choice")
-    if not renders_tools:
-        raise invalid("this model's chat template does not show tools to the model", "tools")
-    return tools
+    return [_shown_tool(tool, index) for index, tool in enumerate(tools or ())]
 
 
-def completion(node: Node, body: ChatBody, text: ModelText) -> bytes:
-    """The chat.completion of a committed turn; the same node gives the same answer."""
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": node.messages[-1].raw,
-        "finish_reason": node.finish_reason,
-        "logprobs": _logprobs(node, text) if body.logprobs else None,
-    }
-    return orjson.dumps({**_head(node, body, "chat.completion"), "choices": [choice], "usage": usage(node)})
+def _shown_tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
+    """The tool as the model is shown it. `strict` speaks to a constrained sampler, which the policy does not have."""
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid(f"tools[{index}] must be a function with a name", f"tools[{index}]")
+    if "strict" not in function:
+        return tool
+    return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
 
 
 def usage(node: Node) -> dict[str, int]:
@@ -101,10 +90,6 @@ def usage(node: Node) -> dict[str, int]:
     return {
         "prompt_tokens": node.prompt_tokens, "completion_tokens": output, "total_tokens": node.prompt_tokens + output
     }  # fmt: skip
-
-
-def _head(node: Node, body: ChatBody, kind: str) -> dict[str, Any]:
-    return {"id": answer_id(node.turn_id), "object": kind, "created": node.created_s, "model": body.model}
 
 
 def answer_id(turn_id: str) -> str:
@@ -119,31 +104,47 @@ def _logprobs(node: Node, text: ModelText) -> dict[str, Any]:
     return {"content": entries, "refusal": None}
 
 
-def delta_chunk(turn_id: str, created_s: int, body: ChatBody, delta: Mapping[str, object]) -> bytes:
-    """A provisional piece of a streamed answer, as a server-sent event."""
-    chunk = {
-        "id": answer_id(turn_id), "object": "chat.completion.chunk", "created": created_s, "model": body.model,
-        "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}],
-    }  # fmt: skip
-    return event(orjson.dumps(chunk))
+class Chunks:
+    """The chat.completion.chunk events of one answer."""
 
+    def __init__(self, chat: Chat, head: Head) -> None:
+        self._chat = chat
+        self._head = {
+            "id": answer_id(head.turn_id), "object": "chat.completion.chunk", "created": head.created_s,
+            "model": chat.turn.model,
+        }  # fmt: skip
+        self._calls = 0
 
-def final_chunks(node: Node, created_s: int, body: ChatBody, rest: str, text: ModelText) -> Iterator[bytes]:
-    """What follows the commit of a streamed turn: the rest of the text, tool calls, finish_reason, usage, [DONE]."""
-    if rest:
-        yield delta_chunk(node.turn_id, created_s, body, {"content": rest})
-    calls = node.messages[-1].raw.get("tool_calls")
-    if calls:
-        numbered = [{"index": index, **call} for index, call in enumerate(calls)]
-        yield delta_chunk(node.turn_id, created_s, body, {"tool_calls": numbered})
-    head = {**_head(node, body, "chat.completion.chunk"), "created": created_s}
-    logprobs = _logprobs(node, text) if body.logprobs else None
-    choice = {"index": 0, "delta": {}, "finish_reason": node.finish_reason, "logprobs": logprobs}
-    yield event(orjson.dumps({**head, "choices": [choice]}))
-    if body.include_usage:
-        yield event(orjson.dumps({**head, "choices": [], "usage": usage(node)}))
-    yield event(b"[DONE]")
+    def begin(self) -> bytes:
+        return self._chunk({"role": "assistant", "content": ""})
 
+    def delta(self, delta: Delta) -> bytes:
+        match delta.kind:
+            case "content":
+                return self._chunk({"content": delta.text})
+            case "reasoning":
+                return self._chunk({"reasoning_content": delta.text})
+            case "call":
+                return self._chunk({"tool_calls": [self._call(delta)]})
 
-def event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+    def end(self, node: Node, text: ModelText) -> bytes:
+        """What follows the commit: finish_reason, usage, [DONE]."""
+        logprobs = _logprobs(node, text) if self._chat.logprobs else None
+        events = self._chunk({}, node.finish_reason, logprobs)
+        if self._chat.include_usage:
+            events += event(orjson.dumps({**self._head, "choices": [], "usage": usage(node)}))
+        return events + event(b"[DONE]")
+
+    def failed(self, error: RequestError) -> bytes:
+        return event(orjson.dumps(error_body(error)))
+
+    def _call(self, delta: Delta) -> dict[str, Any]:
+        if delta.number < self._calls:
+            return {"index": delta.number, "function": {"arguments": delta.text}}
+        self._calls = delta.number + 1
+        function = {"name": delta.name, "arguments": delta.text}
+        return {"index": delta.number, "id": delta.call_id, "type": "function", "function": function}
+
+    def _chunk(self, delta: Mapping[str, object], finish_reason: str | None = None, logprobs: object = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
+        return event(orjson.dumps({**self._head, "choices": [choice]}))

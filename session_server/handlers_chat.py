@@ -1,13 +1,13 @@
-"""Turns over HTTP: chat completions (whole and streamed) and the token-level generate.
+"""Turns over HTTP, in every dialect, whole and streamed; and the token-level generate.
 
-Invariant: finish_reason and [DONE] go out after the commit; a turn counts as delivered when its answer was written in
-full to a connection that was still open.
+Invariant: finish_reason and the stream's last event go out after the commit; a turn counts as delivered when its answer
+was written in full to a connection that was still open.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable
 
 import orjson
 from aiohttp import web
@@ -16,19 +16,14 @@ from segue.errors import SegueError
 from session_server.answers import TextStream
 from session_server.asks import Marks, find_earlier
 from session_server.attempt import Attempt
-from session_server.chat_api import (
-    ChatBody,
-    completion,
-    delta_chunk,
-    event,
-    final_chunks,
-    parse_chat,
-    parse_object,
-    usage,
-)
+from session_server.chat_api import parse_chat, usage
+from session_server.dialect import Delta, Dialect, Head, Shown, Terms, parse_object
 from session_server.graph import Delivered, Node
-from session_server.http_errors import as_request_error, error_body
+from session_server.http_errors import as_request_error
 from session_server.messages import invalid
+from session_server.messages_api import parse_messages_request
+from session_server.requests import body_of, break_off, connected
+from session_server.responses_api import parse_response_request
 from session_server.sampling import parse_sampling, refuse_control_fields
 from session_server.server import Server, digest_body
 from session_server.sessions import Session
@@ -40,27 +35,42 @@ _JSON = "application/json"
 
 
 async def chat_completions(server: Server, request: web.Request, session: Session) -> web.StreamResponse:
-    data = await request.read()
+    """One turn as an OpenAI chat completion."""
+    return await _turn(server, request, session, "chat", parse_chat)
+
+
+async def responses(server: Server, request: web.Request, session: Session) -> web.StreamResponse:
+    """One turn as an OpenAI response."""
+    return await _turn(server, request, session, "responses", parse_response_request)
+
+
+async def messages(server: Server, request: web.Request, session: Session) -> web.StreamResponse:
+    """One turn as an Anthropic message."""
+    return await _turn(server, request, session, "messages", parse_messages_request)
+
+
+async def _turn(
+    server: Server, request: web.Request, session: Session, kind: str, parse: Callable[[bytes, Terms], Dialect]
+) -> web.StreamResponse:
+    data = await body_of(request)
     session = server.sessions.open_for_turns(session.session_id)
     opened = session.opened
-    body = parse_chat(
-        data, purpose=opened.purpose, temperature=opened.temperature, renders_tools=server.family.renders_tools
-    )
-    marks = _marks(request, digest_body("chat", data))
+    asked = parse(data, Terms(opened.purpose, opened.temperature, server.family.renders_tools, session.graph))
+    marks = _marks(request, digest_body(kind, data))
     earlier = find_earlier(session, marks)
     if earlier is None:
-        earlier = server.turns.start(server.asks.chat(session, body, marks))
+        earlier = server.turns.start(server.asks.chat(session, asked.turn, marks))
     else:
         server.metrics.retries.inc()
-    if body.stream:
-        return await _stream(server, request, earlier, body)
+    if asked.turn.stream:
+        return await _stream(server, request, earlier, asked)
     node = await _node_of(server, request, earlier)
-    return await _deliver(request, node, completion(node, body, server.family.text))
+    return await _deliver(request, node, asked.whole(node, server.family.text))
 
 
 async def generate(server: Server, request: web.Request, session: Session) -> web.StreamResponse:
     """{input_ids, max_new_tokens?, ...} -> {turn_id, output_ids, logprobs, text, finish_reason, usage}."""
-    data = await request.read()
+    data = await body_of(request)
     session = server.sessions.open_for_turns(session.session_id)
     body = parse_object(data)
     refuse_control_fields(body, allowed=("input_ids",))
@@ -91,7 +101,7 @@ async def _node_of(server: Server, request: web.Request, earlier: Node | Attempt
     """The committed turn, waited for if it is still being generated."""
     if isinstance(earlier, Node):
         return earlier
-    earlier.watchers.append(lambda: _connected(request))
+    earlier.watchers.append(lambda: connected(request))
     begun = server.clock.mono_s()
     try:
         node = await asyncio.shield(earlier.done)
@@ -110,10 +120,6 @@ def _count(server: Server, node: Node, begun: float) -> None:
     metrics.parts.inc(node.parts - 1)
 
 
-def _connected(request: web.Request) -> bool:
-    return request.transport is not None and not request.transport.is_closing()
-
-
 async def _deliver(request: web.Request, node: Node, body: bytes) -> web.StreamResponse:
     response = web.Response(body=body, content_type=_JSON)
     try:
@@ -121,54 +127,58 @@ async def _deliver(request: web.Request, node: Node, body: bytes) -> web.StreamR
         await response.write_eof()
     except ConnectionError:
         return response
-    if _connected(request):
+    if connected(request):
         node.delivered = Delivered.YES
     return response
 
 
-async def _stream(server: Server, request: web.Request, earlier: Node | Attempt, body: ChatBody) -> web.StreamResponse:
+async def _stream(server: Server, request: web.Request, earlier: Node | Attempt, asked: Dialect) -> web.StreamResponse:
     """Deltas as the engine makes them. An error before the first byte has its JSON status, a later one is an event."""
-    text = server.family.text
-    deltas = TextStream(text, body.sampling.stop)
-    created_s = earlier.created_s if isinstance(earlier, Node) else int(server.clock.wall_s())
-    turn_id = earlier.turn_id
+    if isinstance(earlier, Node):
+        head = Head(earlier.turn_id, earlier.created_s, earlier.prompt_tokens)
+    else:
+        ask = earlier.ask
+        before = ask.parent.total_tokens if ask.parent is not None else 0
+        head = Head(earlier.turn_id, int(server.clock.wall_s()), before + len(ask.prompt))
+    events, shown = asked.stream(head), Shown()
     response = web.StreamResponse(headers=_STREAM_HEADERS)
-    live = server.ctx.config.rollout.partial and not body.use_tools
-    if isinstance(earlier, Attempt):
-        earlier.watchers.append(lambda: _connected(request))
-        while live and not earlier.done.done():
-            changed = earlier.changed
-            if earlier.output and (piece := deltas.feed(earlier.output)):
-                if not response.prepared:
-                    await _begin(request, response, turn_id, created_s, body)
-                await response.write(delta_chunk(turn_id, created_s, body, {"content": piece}))
-            await changed.wait()
-    begun = server.clock.mono_s()
     try:
-        node = earlier if isinstance(earlier, Node) else await asyncio.shield(earlier.done)
-        rest = deltas.rest(str(node.messages[-1].raw["content"]))
-    except (SegueError, ValueError) as error:
-        if not response.prepared:
-            raise
-        await response.write(event(orjson.dumps(error_body(as_request_error(error)))))
+        if isinstance(earlier, Attempt):
+            async for delta in _live(server, request, earlier, asked):
+                begin = b"" if response.prepared else await _begin(request, response, events.begin())
+                await response.write(begin + events.delta(shown.add(delta)))
+        try:
+            node = await _node_of(server, request, earlier)
+            rest = b"".join([events.delta(delta) for delta in shown.rest(node.messages[-1].raw)])
+        except (SegueError, ValueError) as error:
+            if not response.prepared:
+                raise
+            await response.write(events.failed(as_request_error(error)))
+            return response
+        begin = b"" if response.prepared else await _begin(request, response, events.begin())
+        await response.write(begin + rest + events.end(node, server.family.text))
+        await response.write_eof()
+    except ConnectionError:
+        break_off(request)
         return response
-    if isinstance(earlier, Attempt):
-        _count(server, node, begun)
-    if not response.prepared:
-        await _begin(request, response, turn_id, created_s, body)
-    await _write_all(response, final_chunks(node, created_s, body, rest, text))
-    if _connected(request):
+    if connected(request):
         node.delivered = Delivered.YES
     return response
 
 
-async def _begin(
-    request: web.Request, response: web.StreamResponse, turn_id: str, created_s: int, body: ChatBody
-) -> None:
+async def _begin(request: web.Request, response: web.StreamResponse, first: bytes) -> bytes:
     await response.prepare(request)
-    await response.write(delta_chunk(turn_id, created_s, body, {"role": "assistant", "content": ""}))
+    return first
 
 
-async def _write_all(response: web.StreamResponse, chunks: Iterable[bytes]) -> None:
-    await response.write(b"".join(chunks))
-    await response.write_eof()
+async def _live(server: Server, request: web.Request, attempt: Attempt, asked: Dialect) -> AsyncIterator[Delta]:
+    """Pieces of the answer while it is made; nothing where they could not be taken back and might have to be."""
+    if not server.ctx.config.rollout.partial or asked.turn.use_tools:
+        return
+    deltas = TextStream(server.family.text, asked.turn.sampling.stop)
+    attempt.watchers.append(lambda: connected(request))
+    while not attempt.done.done():
+        changed = attempt.changed
+        if attempt.output and (piece := deltas.feed(attempt.output)):
+            yield Delta("content", piece)
+        await changed.wait()

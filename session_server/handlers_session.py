@@ -14,12 +14,13 @@ from segue.errors import RequestError
 from segue.events.session import SessionOpened
 from segue.wire.sample import sample_to_frame
 from session_server.assemble import assemble, pick, total_reward
-from session_server.chat_api import parse_object
+from session_server.dialect import parse_object
 from session_server.endings import FinishBody
 from session_server.forward import forward
 from session_server.graph import Node
 from session_server.http_errors import error_response
 from session_server.messages import invalid
+from session_server.requests import body_of
 from session_server.server import Server
 from session_server.sessions import Session, Tombstone
 
@@ -35,7 +36,7 @@ async def open_session(server: Server, request: web.Request) -> web.StreamRespon
     """{id?, metadata?, purpose?, group?, member?, seed?, temperature?, token_budget?, ttl_s?} -> {session_id, token,
     base_url}. With an id that is open already: the same again, without its token."""
     server.tokens.require_staff(request.headers)
-    data = await request.read()
+    data = await body_of(request)
     body = parse_object(data or b"{}")
     session_id = body.get("id")
     if session_id is not None:
@@ -129,7 +130,7 @@ def _turn_view(node: Node) -> dict[str, object]:
 
 
 async def reward(server: Server, request: web.Request, session: Session) -> web.StreamResponse:
-    body = parse_object(await request.read())
+    body = parse_object(await body_of(request))
     session = server.sessions.open_for_turns(session.session_id)
     key = body.get("key", "reward")
     if not isinstance(key, str) or not key:
@@ -148,7 +149,7 @@ def _reward_value(value: object, param: str) -> float:
 
 
 async def finish(server: Server, request: web.Request, session: Session) -> web.StreamResponse:
-    body = parse_finish(parse_object(await request.read() or b"{}"), len(session.graph.nodes))
+    body = parse_finish(parse_object(await body_of(request) or b"{}"), len(session.graph.nodes))
     return tombstone_response(await server.endings.finish(session, body))
 
 

@@ -9,8 +9,9 @@ from aiohttp import web
 from segue.errors import ConflictError, RequestError
 from segue.events.session import SessionOpened
 from segue.events.work import RolloutReserved
-from session_server.chat_api import parse_object
+from session_server.dialect import parse_object
 from session_server.handlers_session import base_url, json_response, number
+from session_server.requests import body_of
 from session_server.server import Server
 from session_server.work import Candidate, task_seed
 
@@ -24,7 +25,7 @@ async def lease(server: Server, request: web.Request) -> web.StreamResponse:
     A worker that names itself `name/incarnation` ends the leases of earlier incarnations of that name at once.
     """
     server.tokens.require_worker(request.headers)
-    body = parse_object(await request.read() or b"{}")
+    body = parse_object(await body_of(request) or b"{}")
     wait_s = float(number(body, "wait_s", 0.0, 0.0, MAX_WAIT_S))
     if len(server.sessions.live) >= server.ctx.config.session_server.max_open_sessions:
         raise RequestError(429, "rate_limit_error", "too many sessions are open")

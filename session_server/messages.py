@@ -14,6 +14,7 @@ from segue.errors import RequestError
 
 ChatMessage = Mapping[str, Any]
 Comparison = Literal["strict", "tool_arguments", "role_content"]
+MAX_MESSAGES = 16_384
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
@@ -21,7 +22,14 @@ def parse_messages(given: object, param: str = "messages") -> list[dict[str, Any
     """Validated messages with flat string contents. Raises RequestError 400 naming the field."""
     if not isinstance(given, list) or not given:
         raise invalid("messages must be a list with at least one message", param)
+    check_count(given, param)
     return [_parse_one(message, f"{param}[{index}]") for index, message in enumerate(given)]
+
+
+def check_count(given: list[Any], param: str) -> None:
+    """Raise RequestError 400 for more messages than any conversation has."""
+    if len(given) > MAX_MESSAGES:
+        raise invalid(f"'{param}' may have at most {MAX_MESSAGES} entries", param)
 
 
 def invalid(message: str, param: str | None = None) -> RequestError:

@@ -38,6 +38,7 @@ class Sampling:
     min_p: float = 0.0
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
+    seed: int | None = None
 
 
 def refuse_control_fields(body: Mapping[str, Any], allowed: tuple[str, ...] = ()) -> None:
@@ -64,7 +65,7 @@ def parse_sampling(body: Mapping[str, Any], *, purpose: str, temperature: float)
                 raise invalid(f"this session trains: '{name}' must be {neutral} or absent", name)
     return Sampling(
         _max_tokens(body), given, cuts["top_p"], int(cuts["top_k"]), cuts["min_p"],
-        int(_number(body, "min_tokens", 0, 0, 2**31)), _stops(body),
+        int(_number(body, "min_tokens", 0, 0, 2**31)), _stops(body), _seed(body),
     )  # fmt: skip
 
 
@@ -89,6 +90,15 @@ def _max_tokens(body: Mapping[str, Any]) -> int | None:
             raise invalid(f"'{name}' must be a positive whole number", name)
         return value
     return None
+
+
+def _seed(body: Mapping[str, Any]) -> int | None:
+    value = body.get("seed")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise invalid("'seed' must be a whole number from 0 to 2147483647", "seed")
+    return value
 
 
 def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:

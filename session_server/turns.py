@@ -176,7 +176,7 @@ class Turns:
             sampling_params=SamplingParams(
                 max_new_tokens=ask.max_new_tokens - kept, temperature=wanted.temperature, top_p=wanted.top_p,
                 top_k=wanted.top_k, min_p=wanted.min_p, min_new_tokens=max(0, wanted.min_new_tokens - kept),
-                stop=wanted.stop, stop_token_ids=self.family.stop_ids,
+                stop=wanted.stop, stop_token_ids=self.family.stop_ids, sampling_seed=wanted.seed,
             ),
             return_logprob=True,
             stream=ask.stream,
