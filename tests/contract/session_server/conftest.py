@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from session_server_rig import engine, model, rig_of, slow_engine
+from spoken_engine import write_spelling_model
 
-__all__ = ["engine", "model", "rig_of", "slow_engine"]
+__all__ = ["engine", "model", "rig_of", "slow_engine", "spelling"]
+
+
+@pytest.fixture(scope="session")
+def spelling(tmp_path_factory):
+    """A model that spells byte by byte and shows tools."""
+    return write_spelling_model(tmp_path_factory.mktemp("spelling"))
