@@ -1,17 +1,68 @@
-"""From output tokens to the assistant's message: text, stop strings, tool calls. Pure but for fresh tool-call ids."""
+"""From output tokens to the assistant's message, whole and piece by piece: text, stop strings, reasoning, tool calls.
+
+Invariant: a message is the sum of its deltas, for one parser makes both; what has been told is never taken back, so
+whatever could still become markup, the rest of a character or a stop string is held until it is known. Pure.
+"""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
-from segue.ids import fresh_id
 from session_server.model_text import ModelText
 
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-CALL_MARK = "<tool_call>"
+
+class Delta(NamedTuple):
+    """A piece of an answer. A call begins with its first piece, which carries `call_id` and `name`."""
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str
+    number: int = 0
+    call_id: str = ""
+    name: str = ""
+
+
+@dataclass(slots=True)
+class Shown:
+    """How much of an answer has been told."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[str] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> Delta:
+        match delta.kind:
+            case "reasoning":
+                self.reasoning += delta.text
+            case "content":
+                self.content += delta.text
+            case "call":
+                if delta.number == len(self.calls):
+                    self.calls.append("")
+                self.calls[delta.number] += delta.text
+        return delta
+
+    def rest(self, message: Mapping[str, Any]) -> Iterator[Delta]:
+        """What is left to tell of the final message. Raises ValueError if what was told is not how it begins."""
+        calls = message.get("tool_calls") or []
+        if len(self.calls) > len(calls):
+            raise ValueError("a tool call was told that the answer does not have")
+        if reasoning := _left(self.reasoning, message.get("reasoning_content") or ""):
+            yield Delta("reasoning", reasoning)
+        if content := _left(self.content, message.get("content") or ""):
+            yield Delta("content", content)
+        for index, call in enumerate(calls):
+            known = index < len(self.calls)
+            left = _left(self.calls[index] if known else "", call["function"].get("arguments") or "")
+            if left or not known:
+                yield Delta("call", left, index, call["id"], call["function"]["name"])
+
+
+def _left(told: str, whole: str) -> str:
+    if not whole.startswith(told):
+        raise ValueError("the answer was generated anew after parts of another had been streamed")
+    return whole[len(told) :]
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
@@ -35,38 +86,12 @@ def stop_over_seam(text: ModelText, output: Sequence[int], seam: int, stops: Seq
     return None
 
 
-def answer_message(
-    text: ModelText, output: Sequence[int], stops: Sequence[str], *, tools: bool
-) -> tuple[dict[str, Any], bool]:
-    """The assistant's message, and whether it calls tools. `tools`: the request offered some."""
-    content = cut_at_stop(text.decode(output), stops)
-    calls = _tool_calls(content) if tools and CALL_MARK in content else []
-    if not calls:
-        return {"role": "assistant", "content": content}, False
-    before = content[: content.index(CALL_MARK)].strip()
-    return {"role": "assistant", "content": before, "tool_calls": calls}, True
-
-
-def _tool_calls(content: str) -> list[dict[str, Any]]:
-    """All calls in `content`, or none if one of them is malformed: half a set of calls would mislead the client."""
-    calls: list[dict[str, Any]] = []
-    for match in _CALL.finditer(content):
-        try:
-            call = json.loads(match[1])
-            name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, KeyError, AttributeError):
-            return []
-        spelled = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({"id": fresh_id("call"), "type": "function", "function": {"name": name, "arguments": spelled}})
-    return calls
-
-
 class TextStream:
     """Text deltas of a growing output. What could still change is held back: bytes of an unfinished character, and
-    text that may turn out to be the beginning of a stop string."""
+    text that may turn out to be the beginning of a stop string. keep: special tokens whose text is shown."""
 
-    def __init__(self, text: ModelText, stops: Sequence[str]) -> None:
-        self._text, self._stops = text, stops
+    def __init__(self, text: ModelText, stops: Sequence[str], keep: frozenset[int] = frozenset()) -> None:
+        self._text, self._stops, self._keep = text, stops, keep
         self._hold = max((len(stop) for stop in stops), default=1) - 1
         self._from = 0
         self._read = 0
@@ -75,21 +100,82 @@ class TextStream:
 
     def feed(self, output: Sequence[int]) -> str:
         """The next piece of text; `output` is everything so far."""
-        before = self._text.decode(output[self._from : self._read])
-        now = self._text.decode(output[self._from :])
+        before = self._text.decode(output[self._from : self._read], keep=self._keep)
+        now = self._text.decode(output[self._from :], keep=self._keep)
         if len(now) > len(before) and not now.endswith("\ufffd"):
             self._shown += now[len(before) :]
             self._from, self._read = self._read, len(output)
-        return self._release(len(cut_at_stop(self._shown, self._stops)) - self._hold)
-
-    def rest(self, whole: str) -> str:
-        """What is left to send of the final text. Raises ValueError if what was sent is not how it begins."""
-        if not whole.startswith(self._shown[: self._sent]):
-            raise ValueError("the answer was generated anew after parts of another had been streamed")
-        self._shown = whole
-        return self._release(len(whole))
-
-    def _release(self, end: int) -> str:
-        piece = self._shown[self._sent : max(end, self._sent)]
-        self._sent += len(piece)
+        end = max(self._sent, len(cut_at_stop(self._shown, self._stops)) - self._hold)
+        piece = self._shown[self._sent : end]
+        self._sent = end
         return piece
+
+
+class Parser(Protocol):
+    """Tells one answer's reasoning, content and calls apart. `end` tells what was held back, at the answer's end."""
+
+    def feed(self, text: str) -> list[Delta]: ...
+    def end(self) -> list[Delta]: ...
+
+
+CallIds = Callable[[int], str]
+"""The id of an answer's call by its index: the same whenever the answer is parsed."""
+
+
+def call_ids(turn_id: str) -> CallIds:
+    suffix = turn_id.removeprefix("turn-")
+    return lambda index: f"call-{suffix}-{index}"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """How a family's model writes its answers. parser: makes one for an answer; its first argument is whether calls
+    are looked for. keep: special tokens that are markup of an answer, where all others are left out of its text."""
+
+    text: ModelText
+    parser: Callable[[bool, CallIds], Parser]
+    keep: frozenset[int] = frozenset()
+
+    def message(self, output: Sequence[int], stops: Sequence[str], *, tools: bool, turn_id: str) -> dict[str, Any]:
+        """The assistant's message: role and content; reasoning_content and tool_calls if the answer has them.
+
+        tools: the request offered some. turn_id: names the calls, so that streamed and committed ids are the same.
+        """
+        parser = self.parser(tools, call_ids(turn_id))
+        deltas = parser.feed(cut_at_stop(self.text.decode(output, keep=self.keep), stops))
+        return as_message([*deltas, *parser.end()])
+
+    def stream(self, stops: Sequence[str], *, tools: bool, turn_id: str) -> AnswerStream:
+        """The same message piece by piece. What is held back at the end is `Shown.rest` of the message."""
+        return AnswerStream(TextStream(self.text, stops, self.keep), self.parser(tools, call_ids(turn_id)))
+
+
+class AnswerStream:
+    """Deltas of a growing output, which add up to a beginning of the message that the whole output makes."""
+
+    def __init__(self, text: TextStream, parser: Parser) -> None:
+        self._text, self._parser = text, parser
+
+    def feed(self, output: Sequence[int]) -> list[Delta]:
+        """The next pieces, often none; `output` is everything so far."""
+        piece = self._text.feed(output)
+        return self._parser.feed(piece) if piece else []
+
+
+def as_message(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """The message whose pieces these are."""
+    shown = Shown()
+    named: dict[int, tuple[str, str]] = {}
+    for delta in deltas:
+        shown.add(delta)
+        if delta.kind == "call":
+            named.setdefault(delta.number, (delta.call_id, delta.name))
+    message: dict[str, Any] = {"role": "assistant", "content": shown.content}
+    if shown.reasoning:
+        message["reasoning_content"] = shown.reasoning
+    if shown.calls:
+        message["tool_calls"] = [
+            {"id": named[i][0], "type": "function", "function": {"name": named[i][1], "arguments": arguments}}
+            for i, arguments in enumerate(shown.calls)
+        ]
+    return message

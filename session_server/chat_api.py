@@ -9,18 +9,8 @@ from typing import Any
 import orjson
 
 from segue.errors import RequestError
-from session_server.dialect import (
-    Delta,
-    Head,
-    Terms,
-    TurnBody,
-    event,
-    flag,
-    model_name,
-    parse_object,
-    tool_list,
-    tools_of,
-)
+from session_server.answers import Delta
+from session_server.dialect import Head, Terms, TurnBody, event, flag, model_name, parse_object, tool_list, tools_of
 from session_server.graph import Node
 from session_server.http_errors import error_body
 from session_server.messages import invalid, parse_messages

@@ -9,13 +9,14 @@ the request alone, so a repeated answer is the same answer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import orjson
 
 from segue.errors import RequestError
+from session_server.answers import Delta
 from session_server.graph import Graph, Node
 from session_server.messages import invalid
 from session_server.model_text import ModelText
@@ -72,16 +73,6 @@ class Head:
         return self.turn_id.removeprefix("turn-")
 
 
-class Delta(NamedTuple):
-    """A piece of an answer. A call begins with its first piece, which carries `call_id` and `name`."""
-
-    kind: Literal["reasoning", "content", "call"]
-    text: str
-    number: int = 0
-    call_id: str = ""
-    name: str = ""
-
-
 class Stream(Protocol):
     """The vendor's events of one streamed answer, in the order of the calls: begin, delta ..., end or failed."""
 
@@ -98,48 +89,6 @@ class Dialect(Protocol):
     def turn(self) -> TurnBody: ...
     def whole(self, node: Node, text: ModelText) -> bytes: ...
     def stream(self, head: Head) -> Stream: ...
-
-
-@dataclass(slots=True)
-class Shown:
-    """How much of an answer has been told."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[str] = field(default_factory=list)
-
-    def add(self, delta: Delta) -> Delta:
-        match delta.kind:
-            case "reasoning":
-                self.reasoning += delta.text
-            case "content":
-                self.content += delta.text
-            case "call":
-                if delta.number == len(self.calls):
-                    self.calls.append("")
-                self.calls[delta.number] += delta.text
-        return delta
-
-    def rest(self, message: Mapping[str, Any]) -> Iterator[Delta]:
-        """What is left to tell of the final message. Raises ValueError if what was told is not how it begins."""
-        calls = message.get("tool_calls") or []
-        if len(self.calls) > len(calls):
-            raise ValueError("a tool call was told that the answer does not have")
-        if reasoning := _left(self.reasoning, message.get("reasoning_content") or ""):
-            yield Delta("reasoning", reasoning)
-        if content := _left(self.content, message.get("content") or ""):
-            yield Delta("content", content)
-        for index, call in enumerate(calls):
-            known = index < len(self.calls)
-            left = _left(self.calls[index] if known else "", call["function"].get("arguments") or "")
-            if left or not known:
-                yield Delta("call", left, index, call["id"], call["function"]["name"])
-
-
-def _left(told: str, whole: str) -> str:
-    if not whole.startswith(told):
-        raise ValueError("the answer was generated anew after parts of another had been streamed")
-    return whole[len(told) :]
 
 
 class Blocks:

@@ -13,11 +13,11 @@ import orjson
 from aiohttp import web
 
 from segue.errors import SegueError
-from session_server.answers import TextStream
+from session_server.answers import Delta, Shown
 from session_server.asks import Marks, find_earlier
 from session_server.attempt import Attempt
 from session_server.chat_api import parse_chat, usage
-from session_server.dialect import Delta, Dialect, Head, Shown, Terms, parse_object
+from session_server.dialect import Dialect, Head, Terms, parse_object
 from session_server.graph import Delivered, Node
 from session_server.http_errors import as_request_error
 from session_server.messages import invalid
@@ -172,13 +172,14 @@ async def _begin(request: web.Request, response: web.StreamResponse, first: byte
 
 
 async def _live(server: Server, request: web.Request, attempt: Attempt, asked: Dialect) -> AsyncIterator[Delta]:
-    """Pieces of the answer while it is made; nothing where they could not be taken back and might have to be."""
-    if not server.ctx.config.rollout.partial or asked.turn.use_tools:
+    """Pieces of the answer while it is made; nothing where they would have to be taken back if a pause cut the turn."""
+    if not server.ctx.config.rollout.partial:
         return
-    deltas = TextStream(server.family.text, asked.turn.sampling.stop)
+    turn = asked.turn
+    deltas = server.family.format.stream(turn.sampling.stop, tools=turn.use_tools, turn_id=attempt.turn_id)
     attempt.watchers.append(lambda: connected(request))
     while not attempt.done.done():
         changed = attempt.changed
-        if attempt.output and (piece := deltas.feed(attempt.output)):
-            yield Delta("content", piece)
+        for delta in deltas.feed(attempt.output):
+            yield delta
         await changed.wait()

@@ -15,9 +15,9 @@ from typing import Any
 import orjson
 
 from segue.errors import RequestError
+from session_server.answers import Delta
 from session_server.dialect import (
     Blocks,
-    Delta,
     Head,
     Terms,
     TurnBody,

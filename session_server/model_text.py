@@ -44,6 +44,8 @@ class ModelText:
         self._tokenizer = Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = int(self._text_config().get("vocab_size", self._tokenizer.get_vocab_size()))
         self.template_text = _template_text(folder, settings)
         self._template = _environment().from_string(self.template_text)
@@ -97,8 +99,12 @@ class ModelText:
             message = f"token id {bad} is outside the model's vocabulary of {self.vocab_size}"
             raise RequestError(400, "invalid_request_error", message, param)
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special)
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True, keep: frozenset[int] = frozenset()) -> str:
+        """Text of `ids`, without special tokens but those in `keep`."""
+        if not keep:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special)
+        dropped = self.special_ids - keep if skip_special else frozenset[int]()
+        return self._tokenizer.decode([i for i in ids if i not in dropped], skip_special_tokens=False)
 
     def render(self, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None, *, prompt: bool) -> str:
         """The chat template's text; `prompt` adds the beginning of an answer. RequestError 400 if it refuses."""

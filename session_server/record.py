@@ -20,7 +20,6 @@ from segue.events.turn import TurnCommitted
 from segue.wire.engine import GenerateAnswer
 from segue.wire.frame import decode_frame, encode_frame
 from segue.wire.rows import NarrowRows, RowLedger, row_dtype
-from session_server.answers import answer_message
 from session_server.attempt import Ask
 from session_server.families import Generic
 from session_server.graph import Delivered, Graph, Node, TurnTokens
@@ -54,9 +53,9 @@ def prepare(ask: Ask, turn_id: str, request_id: str, partial: Partial, finish: s
     tokens = TurnTokens(ask.prompt, output, partial.logprobs(), tuple(partial.spans))
     messages: tuple[Message, ...] = ()
     if ask.context != TOKEN_LEVEL:
-        raw, calls = answer_message(family.text, partial.output, ask.sampling.stop, tools=ask.tools)
+        raw = family.format.message(partial.output, ask.sampling.stop, tools=ask.tools, turn_id=turn_id)
         messages = (*ask.messages, Message(raw, ask.comparison))
-        finish = "tool_calls" if calls and finish == "stop" else finish
+        finish = "tool_calls" if raw.get("tool_calls") and finish == "stop" else finish
     if partial.rows is not None:
         try:
             partial.rows.known_rows(partial.prompt_tokens + len(output))

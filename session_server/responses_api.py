@@ -14,11 +14,10 @@ from typing import Any
 import orjson
 
 from segue.errors import RequestError
+from session_server.answers import Delta, Shown
 from session_server.dialect import (
     Blocks,
-    Delta,
     Head,
-    Shown,
     Terms,
     TurnBody,
     flag,

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from segue.errors import RequestError
+from session_server.answers import CallIds, OutputFormat
+from session_server.families.markup import Marks, MarkupParser, read_json_call
 from session_server.model_text import ModelText
 
 ChatMessage = Mapping[str, Any]
@@ -33,7 +35,19 @@ class Generic:
         cut = self._base.rfind(_ANSWER)
         self.closing = self._base[cut + len(_ANSWER) :] if cut >= 0 else ""
         closing_ids = text.encode(self.closing) if self.closing else []
+        self.format = self.make_format()
         self.end_id: int | None = closing_ids[0] if closing_ids and closing_ids[0] in text.end_ids else None
+
+    def make_format(self) -> OutputFormat:
+        """How answers are parsed: reasoning in `<think>`, calls as JSON in `<tool_call>`."""
+        marks = Marks(read_json_call, begins_in_reasoning=self.begin.rstrip().endswith("<think>"))
+        return marked_format(self.text, marks)
+
+    @property
+    def begin(self) -> str:
+        """What the template puts before an answer."""
+        with_begin = self.text.render(STAND_IN[:1], None, prompt=True)
+        return with_begin[len(self.text.render(STAND_IN[:1], None, prompt=False)) :]
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -70,3 +84,14 @@ class Generic:
             )
             raise RequestError(400, "invalid_request_error", message, "messages")
         return whole[len(base) :]
+
+
+def marked_format(text: ModelText, marks: Marks) -> OutputFormat:
+    """The format of answers with these marks, special tokens or not."""
+    named = (marks.call_open, marks.call_close, *marks.wrappers, marks.think_open, marks.think_close)
+    keep = frozenset(i for mark in named if mark and (i := text.token_id(mark)) is not None) & text.special_ids
+
+    def parser(tools: bool, call_id: CallIds) -> MarkupParser:
+        return MarkupParser(marks, tools, call_id)
+
+    return OutputFormat(text, parser, keep)

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from session_server_rig import VOCABULARY, write_model
 
-from session_server.answers import TextStream, answer_message, stop_over_seam
+from session_server.answers import Shown, TextStream, stop_over_seam
+from session_server.families.generic import marked_format
+from session_server.families.markup import Marks, read_json_call
 from session_server.model_text import ModelText
 
 IDS = [index for word, index in VOCABULARY.items() if word.startswith("w")]
@@ -39,45 +41,51 @@ def test_a_stop_string_over_the_seam_is_found_where_it_ends(words):
 )
 def test_deltas_add_up_to_the_text_and_never_show_a_stop(words, output, steps, stop):
     stops = (stop,) if stop else ()
-    whole, _ = answer_message(words, output, stops, tools=False)
-    stream, sent, at = TextStream(words, stops), "", 0
+    made = marked_format(words, Marks(read_json_call))
+    whole = made.message(output, stops, tools=False, turn_id="turn-1")
+    stream, shown, at = made.stream(stops, tools=False, turn_id="turn-1"), Shown(), 0
     for step in steps:
         at = min(len(output), at + step)
-        sent += stream.feed(output[:at])
-        assert whole["content"].startswith(sent)
-    assert sent + stream.rest(whole["content"]) == whole["content"]
+        for delta in stream.feed(output[:at]):
+            shown.add(delta)
+        assert whole["content"].startswith(shown.content)
+    for delta in shown.rest(whole):
+        shown.add(delta)
+    assert shown.content == whole["content"]
 
 
 def test_deltas_of_another_answer_are_not_patched_over(words):
-    stream = TextStream(words, ())
-    stream.feed(ids(words, "w1 w2"))
+    shown = Shown(content=TextStream(words, ()).feed(ids(words, "w1 w2")))
     with pytest.raises(ValueError, match="anew"):
-        stream.rest("w3")
+        list(shown.rest({"content": "w3"}))
 
 
 class Spelled(ModelText):
     """A tokenizer for texts: one id is one character."""
 
     def __init__(self) -> None:
-        pass
+        self.special_ids = frozenset()
 
-    def decode(self, ids, *, skip_special: bool = True) -> str:
+    def token_id(self, token: str) -> None:
+        return None
+
+    def decode(self, ids, *, skip_special: bool = True, keep: frozenset[int] = frozenset()) -> str:
         return "".join(map(chr, ids))
 
 
 def message(text: str, *, tools: bool = True):
-    return answer_message(Spelled(), [ord(c) for c in text], (), tools=tools)
+    made = marked_format(Spelled(), Marks(read_json_call))
+    return made.message([ord(c) for c in text], (), tools=tools, turn_id="turn-1")
 
 
 def test_tool_calls_are_parsed_where_tools_were_offered():
     text = 'Look. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    raw, calls = message(text)
-    assert calls
+    raw = message(text)
     assert raw["content"] == "Look."
     assert json.loads(raw["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
-    assert message(text, tools=False) == ({"role": "assistant", "content": text}, False)
+    assert message(text, tools=False) == {"role": "assistant", "content": text}
 
 
 @pytest.mark.parametrize("broken", ["<tool_call>{}</tool_call>", "<tool_call>{</tool_call>", "<tool_call>"])
 def test_malformed_calls_stay_text(broken):
-    assert message(broken) == ({"role": "assistant", "content": broken}, False)
+    assert message(broken) == {"role": "assistant", "content": broken}
