@@ -14,7 +14,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True, help="folder of the run")
     parser.add_argument("--index", type=int, required=True, help="number of this server, from 0")
     arguments = parser.parse_args(argv)
-    from session_server.app import serve, service_name
+    from session_server.app import serve
+    from session_server.server import service_name
 
     async def run(ctx: RunContext) -> None:
         await serve(ctx, arguments.index)

@@ -17,7 +17,12 @@ def new_token() -> str:
 
 
 def digest_of(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
+    return hashlib.sha256(_bytes(token)).hexdigest()
+
+
+def _bytes(token: str) -> bytes:
+    """Whatever bytes a header holds; those that are no UTF-8 come as lone surrogates."""
+    return token.encode("utf-8", "surrogateescape")
 
 
 def bearer(headers: Mapping[str, str]) -> str:
@@ -37,10 +42,10 @@ class Tokens:
     worker: str
 
     def is_admin(self, token: str) -> bool:
-        return hmac.compare_digest(token.encode(), self.admin.encode())
+        return hmac.compare_digest(_bytes(token), _bytes(self.admin))
 
     def is_worker(self, token: str) -> bool:
-        return hmac.compare_digest(token.encode(), self.worker.encode())
+        return hmac.compare_digest(_bytes(token), _bytes(self.worker))
 
     def require_staff(self, headers: Mapping[str, str]) -> None:
         """Admin or worker. Raises RequestError 401."""

@@ -27,6 +27,7 @@ from segue.wire.engine import (
     encode_request,
     error_of,
 )
+from session_server.engine_http import Answer, Connections
 
 ABORT_DEADLINE_S = 10.0
 ROUTER_DEADLINE_S = 10.0
@@ -53,9 +54,11 @@ _PROGRESS = msgspec.json.Decoder(_Progress)
 
 @dataclass(frozen=True, slots=True)
 class EngineClient:
-    """`request_deadline_s` bounds one request part. `routes`: shape of route rows if R3 is on."""
+    """`request_deadline_s` bounds one request part. `routes`: shape of route rows if R3 is on. `http` is for streams,
+    `connections` for everything else."""
 
     http: aiohttp.ClientSession
+    connections: Connections
     request_deadline_s: float
     routes: RouteShape | None = None
 
@@ -64,6 +67,29 @@ class EngineClient:
     ) -> GenerateAnswer:
         """One request part, whole. With `request.stream`, `on_progress` gets the output ids so far, as they come; if
         the stream breaks, what had come is the answer, unfinished. Raises EngineUnavailable, EngineError."""
+        body: bytes | bytearray
+        if request.stream:
+            body = await self._stream(url, request, on_progress)
+        else:
+            status, body = await self._post(url, GENERATE_PATH, encode_request(request), self.request_deadline_s)
+            if status != 200:
+                raise error_of(status, body, url)
+        return decode_answer(body, request, routes=self.routes)
+
+    async def abort(self, url: str, rid: str) -> None:
+        """Ask the engine to end the request; the request's own call returns what there is. Raises EngineUnavailable."""
+        await self._post(url, ABORT_PATH, encode_abort(rid), ABORT_DEADLINE_S)
+
+    async def _post(self, url: str, path: str, body: bytes, deadline_s: float) -> Answer:
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self.connections.post(url, path, body)
+        except (TimeoutError, OSError) as error:
+            raise EngineUnavailable(f"{url}: {type(error).__name__} {error}".strip()) from error
+
+    async def _stream(
+        self, url: str, request: GenerateRequest, on_progress: Callable[[list[int]], None] | None
+    ) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self.request_deadline_s)
         events = _Events(on_progress)
         try:
@@ -72,23 +98,11 @@ class EngineClient:
             ) as response:
                 if response.status != 200:
                     raise error_of(response.status, await response.read(), url)
-                body = await (events.last_of(response) if request.stream else response.read())
+                return await events.last_of(response)
         except _LOST as error:
             if not events.last:
                 raise EngineUnavailable(f"{url}: {type(error).__name__} {error}".strip()) from error
-            body = events.last
-        return decode_answer(body, request, routes=self.routes)
-
-    async def abort(self, url: str, rid: str) -> None:
-        """Ask the engine to end the request; the request's own call returns what there is. Raises EngineUnavailable."""
-        timeout = aiohttp.ClientTimeout(total=ABORT_DEADLINE_S)
-        try:
-            async with self.http.post(
-                url + ABORT_PATH, data=encode_abort(rid), headers=_JSON, timeout=timeout
-            ) as response:
-                await response.read()
-        except _LOST as error:
-            raise EngineUnavailable(f"{url}: {type(error).__name__} {error}".strip()) from error
+            return events.last
 
 
 class _Events:

@@ -43,6 +43,7 @@ class SessionRecord:
     opened: SessionOpened
     opened_wall_s: float
     seq: int = 0
+    opened_at: int = 0
     turns: list[tuple[TurnCommitted, float]] = field(default_factory=list)
     """With the wall time of the commit."""
     rewards: dict[str, RewardRecorded] = field(default_factory=dict)
@@ -160,7 +161,9 @@ class ServerFold:
             return
         if isinstance(body, SessionOpened):
             if self.owns(session_id) and session_id not in self.sessions:
-                record = SessionRecord(body, event.envelope.wall_s, lease=self.leases.get(session_id))
+                record = SessionRecord(
+                    body, event.envelope.wall_s, opened_at=event.position, lease=self.leases.get(session_id)
+                )
                 self.sessions[session_id] = record
             return
         record_or_none = self.sessions.get(session_id)

@@ -16,22 +16,31 @@ from segue.errors import SegueError
 from session_server.answers import Delta, Shown
 from session_server.asks import Marks, find_earlier
 from session_server.attempt import Attempt
+from session_server.bodies import (
+    ChatAnswer,
+    ChatRequest,
+    Generate,
+    Generated,
+    MessagesAnswer,
+    MessagesBody,
+    ResponseAnswer,
+    ResponseBody,
+)
 from session_server.chat_api import parse_chat, usage
 from session_server.dialect import Dialect, Head, Terms, parse_object
 from session_server.graph import Delivered, Node
 from session_server.http_errors import as_request_error
 from session_server.messages import invalid
 from session_server.messages_api import parse_messages_request
-from session_server.requests import body_of, break_off, connected
+from session_server.requests import STREAM_HEADERS, body_of, break_off, connected
 from session_server.responses_api import parse_response_request
+from session_server.routes import Route
 from session_server.sampling import parse_sampling, refuse_control_fields
 from session_server.server import Server, digest_body
 from session_server.sessions import Session
 
-_STREAM_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"
-}  # fmt: skip
 _JSON = "application/json"
+MAX_KEY = 256
 
 
 async def chat_completions(server: Server, request: web.Request, session: Session) -> web.StreamResponse:
@@ -93,8 +102,10 @@ async def generate(server: Server, request: web.Request, session: Session) -> we
 
 def _marks(request: web.Request, digest: str) -> Marks:
     headers = request.headers
-    count = headers.get("x-stainless-retry-count", "0")
-    return Marks(digest, headers.get("Idempotency-Key", ""), count.isdecimal() and int(count) > 0)
+    count, key = headers.get("x-stainless-retry-count", ""), headers.get("Idempotency-Key", "")
+    if key and (len(key) > MAX_KEY or not key.isascii() or not key.isprintable()):
+        raise invalid(f"the key must be at most {MAX_KEY} printable characters", "Idempotency-Key")
+    return Marks(digest, key, count.isdecimal() and count.strip("0") != "")
 
 
 async def _node_of(server: Server, request: web.Request, earlier: Node | Attempt) -> Node:
@@ -141,7 +152,7 @@ async def _stream(server: Server, request: web.Request, earlier: Node | Attempt,
         before = ask.parent.total_tokens if ask.parent is not None else 0
         head = Head(earlier.turn_id, int(server.clock.wall_s()), before + len(ask.prompt))
     events, shown = asked.stream(head), Shown()
-    response = web.StreamResponse(headers=_STREAM_HEADERS)
+    response = web.StreamResponse(headers=STREAM_HEADERS)
     try:
         if isinstance(earlier, Attempt):
             async for delta in _live(server, request, earlier, asked):
@@ -183,3 +194,24 @@ async def _live(server: Server, request: web.Request, attempt: Attempt, asked: D
         for delta in deltas.feed(attempt.output):
             yield delta
         await changed.wait()
+
+
+_TURN = (409, 429, 503, 504, 507)
+ROUTES = (
+    Route(
+        "POST", "/sessions/{id}/v1/chat/completions", chat_completions, "session", "A turn in chat completions",
+        takes=ChatRequest, gives=ChatAnswer, statuses=_TURN, streams=True,
+    ),
+    Route(
+        "POST", "/sessions/{id}/v1/responses", responses, "session", "A turn in OpenAI's Responses",
+        takes=ResponseBody, gives=ResponseAnswer, statuses=_TURN, streams=True,
+    ),
+    Route(
+        "POST", "/sessions/{id}/v1/messages", messages, "session", "A turn in Anthropic's Messages",
+        takes=MessagesBody, gives=MessagesAnswer, statuses=_TURN, streams=True,
+    ),
+    Route(
+        "POST", "/sessions/{id}/generate", generate, "session", "A turn of tokens",
+        takes=Generate, gives=Generated, statuses=_TURN,
+    ),
+)  # fmt: skip

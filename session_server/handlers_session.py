@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -11,16 +12,19 @@ import orjson
 from aiohttp import web
 
 from segue.errors import RequestError
+from segue.events.codec import Recorded, encode_body
 from segue.events.session import SessionOpened
 from segue.wire.sample import sample_to_frame
 from session_server.assemble import assemble, pick, total_reward
+from session_server.bodies import EventsQuery, Finish, Finished, Opened, OpenSession, Reward, SamplesQuery, SessionView
 from session_server.dialect import parse_object
 from session_server.endings import FinishBody
 from session_server.forward import forward
 from session_server.graph import Node
 from session_server.http_errors import error_response
 from session_server.messages import invalid
-from session_server.requests import body_of
+from session_server.requests import STREAM_HEADERS, body_of, break_off
+from session_server.routes import Route
 from session_server.server import Server
 from session_server.sessions import Session, Tombstone
 
@@ -113,10 +117,18 @@ async def view(server: Server, request: web.Request, session: Session) -> web.St
             "temperature": opened.temperature, "token_budget": opened.token_budget,
             "deadline_wall_s": session.deadline_wall_s, "turns": [_turn_view(node) for node in session.graph.nodes],
             "rewards": [
-                {"key": r.reward_key, "value": r.value, "turn": r.turn} for r in session.rewards.values()
+                {"key": r.reward_key, "value": r.value, "turn": r.turn}
+                for r in session.rewards.values()
+                if _recorded(session, r.reward_key)
             ],
         }
     )  # fmt: skip
+
+
+def _recorded(session: Session, key: str) -> bool:
+    """Whether the reward stands in the log."""
+    written = session.reward_writes.get(key)
+    return written is None or (written.done() and not written.cancelled() and written.exception() is None)
 
 
 def _turn_view(node: Node) -> dict[str, object]:
@@ -181,10 +193,15 @@ def parse_finish(body: Mapping[str, Any], turns: int) -> FinishBody:
     return FinishBody(status, tuple(rewards), texts(body, "metadata"))
 
 
+def _natural(text: str) -> int:
+    """A whole number from 0 to 2**62, -1 for anything else."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else -1
+
+
 async def samples(server: Server, request: web.Request, session: Session) -> web.StreamResponse:
     """The frame that the session would give now; changes nothing. A reward that is not there yet is 0."""
     given = request.query.get("max_seq_len")
-    if given is not None and (not given.isdecimal() or int(given) < 1):
+    if given is not None and _natural(given) < 1:
         raise invalid("'max_seq_len' must be a positive whole number", "max_seq_len")
     leaf = pick(session.graph)
     if leaf is None:
@@ -200,3 +217,67 @@ async def samples(server: Server, request: web.Request, session: Session) -> web
 async def delete(server: Server, request: web.Request, session: Session) -> web.StreamResponse:
     await server.endings.abandon(session, "deleted by its client")
     return web.Response(status=204)
+
+
+async def events(server: Server, request: web.Request, session: Session) -> web.StreamResponse:
+    """Server-sent events: the session's facts as they stand in the log, each with its position as id. The stream goes
+    on until the session is over, and can be taken up again after the last id that was seen."""
+    given = request.headers.get("Last-Event-ID") or request.query.get("after") or str(session.opened_at - 1)
+    if (after := _natural(given)) < 0:
+        raise invalid("'after' must be a position in the log", "after")
+    follow = request.query.get("follow", "true")
+    if follow not in ("true", "false"):
+        raise invalid("'follow' must be true or false", "follow")
+    response = web.StreamResponse(headers=STREAM_HEADERS)
+    await response.prepare(request)
+    end: int | None = None
+    try:
+        async with contextlib.aclosing(server.feed.listen(session.session_id, after)) as told:
+            async for event in told:
+                if event is not None:
+                    await response.write(_server_sent(event))
+                elif follow == "false" or (end is not None and server.feed.position >= end):
+                    break
+                else:
+                    await response.write(b":\n\n")  # finds out whether anybody is there
+                if end is None and session.ended.is_set():
+                    end = await server.feed.log.tail()
+        await response.write_eof()
+    except ConnectionError:
+        break_off(request)
+    return response
+
+
+def _server_sent(event: Recorded) -> bytes:
+    body = encode_body(event.body) if event.body is not None else b"null"
+    head = {"position": event.position, "type": event.envelope.type, "wall_s": event.envelope.wall_s}
+    data = orjson.dumps({**head, "body": orjson.Fragment(body)})
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.position, event.envelope.type.encode(), data)
+
+
+ROUTES = (
+    Route(
+        "POST", "/sessions", open_session, "staff", "Open a session", takes=OpenSession, gives=Opened,
+        statuses=(409, 410, 429, 502, 503),
+    ),
+    Route("GET", "/sessions/{id}", view, "session", "What is committed of a session", gives=SessionView),
+    Route(
+        "GET", "/sessions/{id}/events", events, "session", "What happens to a session", gives="text/event-stream",
+        query=EventsQuery,
+    ),
+    Route(
+        "POST", "/sessions/{id}/reward", reward, "session", "Record a reward", takes=Reward, gives=Reward,
+        statuses=(409, 503), over=409,
+    ),
+    Route(
+        "POST", "/sessions/{id}/finish", finish, "session", "End a session with its sample", takes=Finish,
+        gives=Finished, statuses=(409, 422, 503, 504, 507), finished_again=True,
+    ),
+    Route(
+        "GET", "/sessions/{id}/samples", samples, "session", "The frame that the session would give now",
+        gives="application/octet-stream", query=SamplesQuery, statuses=(422,),
+    ),
+    Route(
+        "DELETE", "/sessions/{id}", delete, "session", "Give a session up: no sample", statuses=(204, 503, 504),
+    ),
+)  # fmt: skip

@@ -9,9 +9,11 @@ from aiohttp import web
 from segue.errors import ConflictError, RequestError
 from segue.events.session import SessionOpened
 from segue.events.work import RolloutReserved
+from session_server.bodies import Lease, LeaseRequest
 from session_server.dialect import parse_object
 from session_server.handlers_session import base_url, json_response, number
 from session_server.requests import body_of
+from session_server.routes import Route
 from session_server.server import Server
 from session_server.work import Candidate, task_seed
 
@@ -98,3 +100,11 @@ async def _open(server: Server, lease: RolloutReserved) -> web.Response:
             "index": lease.group, "seed": lease.seed, "task": {}, "deadline_wall_s": lease.deadline_wall_s,
         }
     )  # fmt: skip
+
+
+ROUTES = (
+    Route(
+        "POST", "/rollouts/lease", lease, "worker", "Lease a rollout", takes=LeaseRequest, gives=Lease,
+        statuses=(204, 429, 503),
+    ),
+)  # fmt: skip

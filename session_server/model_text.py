@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from segue.errors import ConfigError, RequestError
+from session_server.shield import Shield, any_of
 
 EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
@@ -46,6 +48,9 @@ class ModelText:
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added = {token.content: i for i, token in added.items()}
+        self._added_pattern = re.compile(f"({any_of(list(self._added)).pattern})")
+        self._special_texts = tuple(token.content for token in added.values() if token.special)
         self.vocab_size = int(self._text_config().get("vocab_size", self._tokenizer.get_vocab_size()))
         self.template_text = _template_text(folder, settings)
         self._template = _environment().from_string(self.template_text)
@@ -84,12 +89,39 @@ class ModelText:
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`, special tokens in it parsed, none added. Raises RequestError 400 beyond the vocabulary."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+    def shield(self, control: Sequence[str] = ()) -> Shield:
+        """Veils special tokens, and those of `control`, in client text."""
+        return Shield(any_of([*self._special_texts, *(token for token in control if token in self._added)]))
+
+    def encode(self, text: str, veil: str = "") -> list[int]:
+        """Ids of `text`, special tokens in it parsed, none added. Raises RequestError 400 beyond the vocabulary.
+
+        veil: stands in what is not parsed though it spells a token (see `shield`); it is taken out.
+        """
+        ids = self._unveiled(text, veil) if veil else self._tokenizer.encode(text, add_special_tokens=False).ids
         if ids:
             self.check_ids(ids, "messages")
         return ids
+
+    def _unveiled(self, text: str, veil: str) -> list[int]:
+        ids: list[int] = []
+        for piece in self._added_pattern.split(text):
+            if piece in self._added:
+                ids.append(self._added[piece])
+            elif veil in piece:
+                ids += self._encode_plain(piece.replace(veil, ""))
+            elif piece:
+                ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """As `encode`, with no token but those of the tokenizer's model."""
+        tokenizer = self._tokenizer
+        if tokenizer.normalizer is not None:
+            text = tokenizer.normalizer.normalize_str(text)
+        split = tokenizer.pre_tokenizer
+        words = [word for word, _ in split.pre_tokenize_str(text)] if split is not None else [text]
+        return [token.id for word in words for token in tokenizer.model.tokenize(word)]
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise RequestError 400 if one of `ids` is not in the model's vocabulary."""

@@ -12,6 +12,9 @@ from aiohttp import web
 
 from segue.errors import RequestError
 
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"
+}  # fmt: skip
 BODY_S = 30.0
 """A whole body has to arrive within this time."""
 

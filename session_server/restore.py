@@ -102,7 +102,9 @@ class Restore:
     async def _live(self, found: SessionRecord) -> Session:
         opened, lease = found.opened, found.lease
         deadline = lease.deadline_wall_s if lease is not None else found.opened_wall_s + opened.ttl_s
-        session = Session(opened, found.opened_wall_s, deadline, seq=found.seq, rewards=dict(found.rewards))
+        session = Session(
+            opened, found.opened_wall_s, deadline, found.seq, found.opened_at, rewards=dict(found.rewards)
+        )
         session.lease_attempt = lease.attempt if lease is not None else -1
         comparison = self.config.session_server.comparison
         for fact, wall_s in found.turns:

@@ -20,12 +20,18 @@ from session_server.endings import Endings
 from session_server.engine_client import RouterClient
 from session_server.facts import Facts
 from session_server.families import Generic
+from session_server.feed import Feed
 from session_server.fold import owner_of
+from session_server.liveness import Heart
 from session_server.metrics import Metrics
 from session_server.pause import Gate, Running
 from session_server.sessions import Session, Sessions
 from session_server.turns import Turns
 from session_server.work import Work
+
+
+def service_name(index: int) -> str:
+    return f"session-{index}"
 
 
 class Tasks:
@@ -60,6 +66,13 @@ class Server:
     endings: Endings
     tokens: Tokens
     metrics: Metrics
+    feed: Feed
+    heart: Heart
+    liveness_url: str
+
+    @property
+    def service(self) -> str:
+        return service_name(self.index)
 
     @property
     def url(self) -> str:
@@ -79,10 +92,10 @@ class Server:
         self, opened: SessionOpened, *, deadline_wall_s: float | None = None, lease_attempt: int = -1
     ) -> Session:
         """Record the session; it is live when this returns."""
-        await self.facts.append(opened)
+        written = await self.facts.append(opened)
         now = self.clock.wall_s()
         session = Session(opened, now, now + opened.ttl_s if deadline_wall_s is None else deadline_wall_s)
-        session.lease_attempt = lease_attempt
+        session.lease_attempt, session.opened_at = lease_attempt, written.position
         self.sessions.add(session)
         return session
 

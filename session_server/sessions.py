@@ -32,6 +32,8 @@ class Session:
     deadline_wall_s: float
     """When it expires unless a turn is open; moved by the time that its turns were held at the gate."""
     seq: int = 0
+    opened_at: int = 0
+    """Position of its SessionOpened in the log."""
     graph: Graph = field(default_factory=Graph)
     rewards: dict[str, RewardRecorded] = field(default_factory=dict)
     """By key, in order of recording."""

@@ -124,6 +124,10 @@ class SessionServer(Section, frozen=True):
     max_body_bytes: int = 16 * 1024 * 1024
     max_session_bytes: int = 256 * 1024 * 1024
     max_open_sessions: int = 20_000
+    max_connections: int = 32_768
+    health_port: int = 0
+    """First port of the threads that answer `GET /healthz` while a server is busy; 0 takes free ones, which the
+    servers' own `/healthz` names."""
 
 
 class Router(Section, frozen=True):

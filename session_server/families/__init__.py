@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from segue.errors import ConfigError
+from session_server.families.chatml import ChatML
+from session_server.families.deepseek import DeepSeek
 from session_server.families.generic import Generic
+from session_server.families.mistral import Mistral
+from session_server.families.qwen import Qwen
 from session_server.model_text import ModelText
 
 Factory = Callable[[ModelText], Generic]
 
 
-def _chatml(text: ModelText) -> Generic:
-    from session_server.families.chatml import ChatML
-
-    return ChatML(text)
-
-
-FAMILIES: dict[str, Factory] = {"chatml": _chatml, "generic": Generic}
+FAMILIES: dict[str, Factory] = {
+    "qwen": Qwen, "deepseek": DeepSeek, "mistral": Mistral, "chatml": ChatML, "generic": Generic
+}  # fmt: skip
 """In the order in which "auto" tries them. A factory raises ConfigError if the model does not belong to its family."""
 
 

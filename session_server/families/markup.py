@@ -29,12 +29,13 @@ ReadCalls = Callable[[str], list[Call] | None]
 @dataclass(frozen=True, slots=True)
 class Marks:
     """call_close: "" if a call ends where the next begins or the answer ends. wrappers: marks around calls, not shown.
-    begins_in_reasoning: the prompt ends inside a reasoning block."""
+    inner: marks inside a call's body. begins_in_reasoning: the prompt ends inside a reasoning block."""
 
     read: ReadCalls
     call_open: str = "<tool_call>"
     call_close: str = "</tool_call>"
     wrappers: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
     think_open: str = "<think>"
     think_close: str = "</think>"
     begins_in_reasoning: bool = False
