@@ -179,6 +179,10 @@ def tools_of(tools: Sequence[dict[str, Any]], terms: Terms) -> list[dict[str, An
     """Tools in their common form, None if there are none. Raises RequestError 400 if the model would not see them."""
     if not tools:
         return None
+    try:
+        orjson.dumps(tools)
+    except TypeError as error:  # nested too deeply
+        raise invalid(f"'tools': {error}", "tools") from error
     if len(tools) > MAX_TOOLS:
         raise invalid(f"'tools' may have at most {MAX_TOOLS} entries", "tools")
     if not terms.renders_tools:

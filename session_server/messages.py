@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import orjson
+
 from segue.errors import RequestError
 
 ChatMessage = Mapping[str, Any]
@@ -39,15 +41,30 @@ def invalid(message: str, param: str | None = None) -> RequestError:
 def _parse_one(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise invalid(f"{where} is not an object", where)
-    if message.get("role") not in ROLES:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role must be one of {', '.join(sorted(ROLES))}", f"{where}.role")
     calls = message.get("tool_calls")
     if calls:
         _check_calls(calls, f"{where}.tool_calls")
+    if len(message) > 2:
+        _check_rest(message, where)
     content = message.get("content")
     if isinstance(content, str):
         return message
     return {**message, "content": _flat(content, f"{where}.content")}
+
+
+def _check_rest(message: Mapping[str, Any], where: str) -> None:
+    """The fields beside role and content: texts where they are known, and all of them shallow enough to be stored."""
+    for name in ("reasoning_content", "tool_call_id", "name"):
+        value = message.get(name)
+        if value is not None and not isinstance(value, str):
+            raise invalid(f"{where}.{name} must be a string", f"{where}.{name}")
+    try:
+        orjson.dumps([message])
+    except TypeError as error:  # nested too deeply
+        raise invalid(f"{where}: {error}", where) from error
 
 
 def _flat(content: object, where: str) -> str:
@@ -70,8 +87,10 @@ def _check_calls(calls: object, where: str) -> None:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise invalid(f"{where}: each call needs a function with a name", where)
-        if not isinstance(function.get("arguments", ""), str):
+        if not isinstance(function.get("arguments") or "", str):
             raise invalid(f"{where}: function.arguments must be a JSON string", where)
+        if not isinstance(call.get("id") or "", str):
+            raise invalid(f"{where}: id must be a string", where)
 
 
 def normal_form(message: ChatMessage, mode: Comparison) -> tuple[object, ...]:

@@ -208,7 +208,8 @@ def _input(arguments: str) -> dict[str, Any]:
     """A call's arguments as the object that `input` has to be; what is none is shown as it stands."""
     try:
         value = orjson.loads(arguments) if arguments else {}
-    except orjson.JSONDecodeError:
+        orjson.dumps([[[value]]])
+    except (orjson.JSONDecodeError, TypeError):  # TypeError: nested too deeply to be shown
         value = None
     return value if isinstance(value, dict) else {NOT_AN_OBJECT: arguments}
 

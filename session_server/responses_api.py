@@ -190,7 +190,7 @@ def _part(item: Mapping[str, Any], where: str) -> tuple[str, Any]:
     match kind:
         case "message":
             role = item.get("role")
-            if role not in ROLES or role == "tool":
+            if not isinstance(role, str) or role not in ROLES or role == "tool":
                 raise invalid(f"{where}.role must be one of user, assistant, system, developer", f"{where}.role")
             content = text_of(item.get("content"), _INPUT_TEXT, f"{where}.content")
             return ("content", content) if role == "assistant" else ("message", {"role": role, "content": content})
