@@ -52,13 +52,20 @@ class ModelText:
         self._added_pattern = re.compile(f"({any_of(list(self._added)).pattern})")
         self._special_texts = tuple(token.content for token in added.values() if token.special)
         self.vocab_size = int(self._text_config().get("vocab_size", self._tokenizer.get_vocab_size()))
-        self.template_text = _template_text(folder, settings)
-        self._template = _environment().from_string(self.template_text)
+        self.use_template(_template_text(folder, settings))
         self._specials = {
             name: _token_text(settings[name])
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
             if settings.get(name) is not None
         }
+
+    def use_template(self, template: str) -> None:
+        """Render by `template` from now on. Raises ConfigError if it is none."""
+        self.template_text = template
+        try:
+            self._template = _environment().from_string(template)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"model.path: the chat template of {self.folder} is malformed: {error}") from error
 
     def _text_config(self) -> dict[str, Any]:
         nested = self._config.get("text_config")

@@ -12,6 +12,7 @@ from segue.errors import ConfigError
 from session_server.families.chatml import ChatML
 from session_server.families.deepseek import DeepSeek
 from session_server.families.generic import Generic
+from session_server.families.harmony import Harmony
 from session_server.families.mistral import Mistral
 from session_server.families.qwen import Qwen
 from session_server.model_text import ModelText
@@ -20,7 +21,7 @@ Factory = Callable[[ModelText], Generic]
 
 
 FAMILIES: dict[str, Factory] = {
-    "qwen": Qwen, "deepseek": DeepSeek, "mistral": Mistral, "chatml": ChatML, "generic": Generic
+    "harmony": Harmony, "qwen": Qwen, "deepseek": DeepSeek, "mistral": Mistral, "chatml": ChatML, "generic": Generic
 }  # fmt: skip
 """In the order in which "auto" tries them. A factory raises ConfigError if the model does not belong to its family."""
 

@@ -108,14 +108,16 @@ class Generic:
     def shown(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
         """Messages as templates expect them: arguments of calls as objects, developers' messages as the system's if
         the template does not know the role."""
-        if not any(message.get("tool_calls") or message["role"] == "developer" for message in messages):
+        if not any("tool_calls" in message or message["role"] == "developer" for message in messages):
             return messages
         return [self._shown_one(message) for message in messages]
 
     def _shown_one(self, message: ChatMessage) -> ChatMessage:
         if message["role"] == "developer" and not self._shows_developer:
             return {**message, "role": "system"}
-        if not message.get("tool_calls") or not self._object_arguments:
+        if not message.get("tool_calls"):
+            return {key: value for key, value in message.items() if key != "tool_calls"}
+        if not self._object_arguments:
             return message
         calls = [
             {**call, "function": {**call["function"], "arguments": _object(call["function"].get("arguments"))}}
