@@ -36,7 +36,7 @@ class Connections:
         connection = self._kept(origin) or await _connect(origin)
         try:
             head = f"POST {path} HTTP/1.1\r\nHost: {connection.host}\r\nContent-Type: application/json\r\n"
-            answer = await connection.exchange(f"{head}Content-Length: {len(body)}\r\n\r\n".encode(), body)
+            answer = await connection.exchange(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         except BaseException:
             connection.close()
             raise
@@ -66,6 +66,8 @@ class Connections:
 
 async def _connect(origin: str) -> _Connection:
     address = urlsplit(origin)
+    if address.hostname is None:
+        raise Broken(f"'{origin}' is no address")
     secure = address.scheme == "https"
     _, connection = await asyncio.get_running_loop().create_connection(
         lambda: _Connection(address.netloc), address.hostname, address.port or (443 if secure else 80),
@@ -92,12 +94,12 @@ class _Connection(asyncio.BufferedProtocol):
         self._view = memoryview(self._head)
         self._rest: _Unsized | None = None
 
-    async def exchange(self, head: bytes, body: bytes) -> Answer:
+    async def exchange(self, request: bytes) -> Answer:
         if self._transport is None:
             raise Broken("the connection is closed")
         self._begin()
         self._answer = asyncio.get_running_loop().create_future()
-        self._transport.writelines((head, body))
+        self._transport.write(request)
         return await self._answer
 
     def keep(self) -> bool:

@@ -161,7 +161,7 @@ def check_vocabulary(input_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def decode_answer(
-    body: bytes, request: GenerateRequest, *, routes: RouteShape | None = None, default_version: int = 0
+    body: bytes | bytearray, request: GenerateRequest, *, routes: RouteShape | None = None, default_version: int = 0
 ) -> GenerateAnswer:
     """Decode and check a whole answer or one cumulative stream chunk.
 
@@ -207,7 +207,7 @@ def decode_version(text: str, default_version: int) -> int:
         raise EngineError(f"weight version {text!r} is not a decimal number") from None
 
 
-def error_of(status: int, body: bytes, where: str) -> EngineError:
+def error_of(status: int, body: bytes | bytearray, where: str) -> EngineError:
     """The error that an HTTP answer other than 200 stands for; 502-504 are EngineUnavailable (retryable)."""
     message = _message_of(body)
     kind = EngineUnavailable if status in (502, 503, 504) else EngineError
@@ -264,13 +264,13 @@ def _broken(request: GenerateRequest, what: str) -> EngineError:
     return EngineError(f"engine answer for request {request.rid} contradicts itself: {what}")
 
 
-def _undecodable(rid: str, body: bytes, error: msgspec.DecodeError) -> EngineError:
+def _undecodable(rid: str, body: bytes | bytearray, error: msgspec.DecodeError) -> EngineError:
     if b'"error"' in body[:64]:
         return EngineError(f"request {rid}: {_message_of(body)}")
     return EngineError(f"engine answer for request {rid} does not decode: {error}")
 
 
-def _message_of(body: bytes) -> str:
+def _message_of(body: bytes | bytearray) -> str:
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError:
