@@ -16,16 +16,15 @@ from pathlib import Path
 import msgspec
 
 from actors.commands import CommandStream
-from actors.engines import EngineOptions, launch_spec
+from actors.engines import EngineOptions, LaunchSpec, launch_spec
 from actors.engines.http import EngineControl
 from actors.engines.process import EngineProcess
-from segue import boot
 from segue.boot import RunContext
 from segue.config.capabilities import realise
 from segue.errors import EngineError, EngineUnavailable
 from segue.events import engine, offload, run
 from segue.ids import fresh_id
-from segue.log import Delivery, Writer, open_log
+from segue.log import Delivery, EventLog, Writer
 from segue.ports import free_port
 
 log = logging.getLogger("actors.rollout")
@@ -39,20 +38,17 @@ COMMAND_TRIES = 3
 class RolloutActor:
     """One engine and its command stream. `run()` returns only by cancellation or by an error that ends the actor."""
 
-    def __init__(self, run_dir: str, engine_id: str) -> None:
-        boot.die_with_parent()
-        self.ctx = RunContext.load(Path(run_dir))
-        self.engine_id = engine_id
-        boot.configure_logging(self.ctx.run_dir, engine_id)
+    def __init__(self, ctx: RunContext, engine_id: str) -> None:
+        self.ctx, self.engine_id = ctx, engine_id
         self.process: EngineProcess | None = None
         self.control: EngineControl | None = None
         self.incarnation = ""
         self._connections = contextlib.AsyncExitStack()
         self.up = asyncio.Event()
-        self.starts = 0
+        self.restarts = 0
+        self.was_up = False
 
-    async def run(self) -> None:
-        events = await open_log(self.ctx)
+    async def run(self, events: EventLog) -> None:
         try:
             async with await Writer.open(events, self.engine_id) as writer:
                 stream = CommandStream(events, writer, self.engine_id, self.engine_id)
@@ -63,7 +59,6 @@ class RolloutActor:
             await self._connections.aclose()
             if self.process is not None:
                 await self.process.stop()
-            await events.close()
 
     async def _keep_engine(self, writer: Writer) -> None:
         failures = 0
@@ -75,7 +70,7 @@ class RolloutActor:
                 log.error("start failed: %s", error)
                 if self.process is not None:  # healthy, but it failed its probe: the next start makes another one
                     await self.process.stop()
-                if failures >= FAILED_STARTS and self.starts == 0:
+                if failures >= FAILED_STARTS and not self.was_up:
                     await writer.append(run.AlarmRaised("fatal", self.engine_id, str(error)))
                 await self._back_off(writer, failures, -1)
                 continue
@@ -90,8 +85,8 @@ class RolloutActor:
 
     async def _back_off(self, writer: Writer, failures: int, code: int) -> None:
         pause_s = min(BACKOFF_FIRST_S * 2.0**failures, BACKOFF_LAST_S)
-        self.starts += 1 if code != -1 else 0
-        await writer.append(run.ProcessRestarted(self.engine_id, self.starts, code, pause_s))
+        self.restarts += 1
+        await writer.append(run.ProcessRestarted(self.engine_id, self.restarts, code, pause_s))
         await asyncio.sleep(pause_s)
 
     def _options(self) -> EngineOptions:
@@ -121,7 +116,7 @@ class RolloutActor:
     async def _start(self, writer: Writer) -> None:
         began_s = writer.clock.mono_s()
         options = self._options()
-        self.process = EngineProcess(launch_spec(self.ctx.config.engine.kind, options), name=self.engine_id)
+        self.process = self._make_process(launch_spec(self.ctx.config.engine.kind, options))
         await self.process.start(deadline_s=self.ctx.config.engine.start_deadline_s)
         self.control = await self._connect(EngineControl(options.url, name=self.engine_id))
         await self.control.probe()
@@ -132,7 +127,11 @@ class RolloutActor:
             writer.clock.mono_s() - began_s,
         )  # fmt: skip
         await writer.append(fact)
+        self.was_up = True
         self.up.set()
+
+    def _make_process(self, spec: LaunchSpec) -> EngineProcess:
+        return EngineProcess(spec, name=self.engine_id)
 
     async def _connect(self, control: EngineControl) -> EngineControl:
         """Swap the client of the last incarnation for this one's."""

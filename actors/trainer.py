@@ -23,14 +23,13 @@ import torch
 from actors import trainers
 from actors.commands import CommandStream
 from actors.engines.http import EngineControl
-from segue import boot
 from segue.blobs import BlobStore
 from segue.boot import RunContext
 from segue.config import Config
 from segue.errors import ConfigError, EngineError, SegueError, TrainerError
 from segue.events import engine, run, step, weights
 from segue.ids import fresh_id
-from segue.log import Delivery, EventLog, Writer, open_log
+from segue.log import Delivery, EventLog, Writer
 from segue.wire.sample import Sample, sample_from_frame
 from training import weight_sync
 from training.protocol import StepResult, TrainerOptions, TrainerProtocol
@@ -101,10 +100,8 @@ def as_torch(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, torch.Te
 class TrainerActor:
     """One trainer and its command stream `trainer`."""
 
-    def __init__(self, run_dir: str) -> None:
-        boot.die_with_parent()
-        self.ctx = RunContext.load(Path(run_dir))
-        boot.configure_logging(self.ctx.run_dir, "trainer")
+    def __init__(self, ctx: RunContext) -> None:
+        self.ctx = ctx
         self.blobs = BlobStore(self.ctx.blob_dir)
         self.incarnation = fresh_id("inc")
         self.step = 0
@@ -123,8 +120,7 @@ class TrainerActor:
     async def _torch[T](self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
-    async def run(self) -> None:
-        events = await open_log(self.ctx)
+    async def run(self, events: EventLog) -> None:
         try:
             async with await Writer.open(events, "trainer") as writer:
                 await self._start(events, writer)
@@ -134,8 +130,6 @@ class TrainerActor:
         except SegueError as error:
             log.error("trainer ends: %s", error)
             raise
-        finally:
-            await events.close()
 
     async def _start(self, events: EventLog, writer: Writer) -> None:
         began_s = writer.clock.mono_s()
