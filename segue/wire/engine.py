@@ -12,7 +12,7 @@ of these raises EngineError here and never reaches a session.
 from __future__ import annotations
 
 import binascii
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from segue.errors import EngineError, EngineUnavailable
+from segue.errors import CodecError, EngineError, EngineUnavailable
+from segue.wire.mask import SamplingMask
+from segue.wire.rows import increment
 
 GENERATE_PATH = "/generate"
 ABORT_PATH = "/abort_request"
@@ -94,21 +96,13 @@ class RouteShape:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SamplingMask:
-    """Kept token ids of each output token, CSR: `ids` int32[total] ascending per token, `offsets` int64[n + 1];
-    `logprobs` float32[n], renormalised over the kept set."""
-
-    ids: NDArray[np.int32]
-    offsets: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class GenerateAnswer:
     """What the engine made of a request, checked.
 
-    output_ids: the sampled tokens, n of them. logprobs: float32[n], natural log, after temperature and before the
-    top-k/top-p cut, or None if not asked for. spans: (start, end, weight version) over output tokens. rows:
+    output_ids: the sampled tokens, n of them. logprobs: float32[n], natural log, after temperature and before any
+    top-k, top-p or min-p cut, or None if not asked for; with a mask they are those of the sampler, renormalised over
+    what each token was chosen from. mask: of the n output tokens, None if not asked for or if the request was aborted
+    in the engine's queue. spans: (start, end, weight version) over output tokens. rows:
     int32[prompt_tokens + n - 1 - start, layers, top_k], or None if not asked for, if the answer is an unfinished
     stream chunk, or if the request was aborted in the engine's queue.
     """
@@ -182,18 +176,20 @@ def decode_answer(
         raise _broken(request, f"prompt of {prompt} tokens counted as {meta.prompt_tokens}")
     if meta.completion_tokens != n:
         raise _broken(request, f"{n} output ids, completion_tokens {meta.completion_tokens}")
+    logprobs = _logprobs(request, raw.output_ids, meta) if request.return_logprob else None
+    mask = _mask(request, raw.output_ids, meta, finish) if request.return_sampling_mask else None
     return GenerateAnswer(
         rid=request.rid,
         text=raw.text,
         output_ids=raw.output_ids,
-        logprobs=_logprobs(request, raw.output_ids, meta) if request.return_logprob else None,
+        logprobs=logprobs if mask is None else _sampling_logprobs(request, meta),
         finish=finish,
         prompt_tokens=prompt,
         cached_tokens=meta.cached_tokens,
         spans=_spans(request, meta, n, default_version),
         num_retractions=meta.num_retractions,
         rows=_rows(request, meta, finish, prompt + n - 1, routes) if request.return_routed_experts else None,
-        mask=_mask(request, raw.output_ids, meta, finish) if request.return_sampling_mask else None,
+        mask=mask,
     )
 
 
@@ -311,32 +307,38 @@ def _rows(
         raise _broken(request, "routed experts were asked for and are missing")
     if routes is None:
         raise EngineError(f"request {request.rid} asks for routed experts of a model whose route shape is not known")
-    want = max(0, fed - request.routed_experts_start_len)
     try:
         flat = np.frombuffer(binascii.a2b_base64(meta.routed_experts), "<i4")
     except ValueError as error:
         raise _broken(request, f"the route rows do not decode: {error}") from error
-    if flat.size != want * routes.layers * routes.top_k:
-        got = flat.size / (routes.layers * routes.top_k)
-        raise _broken(request, f"{got:g} route rows of {routes.layers} x {routes.top_k}, expected {want}")
-    return flat.reshape(want, routes.layers, routes.top_k)
+    if flat.size % (routes.layers * routes.top_k):
+        raise _broken(request, f"{flat.size} experts are no whole route rows of {routes.layers} x {routes.top_k}")
+    rows = flat.reshape(-1, routes.layers, routes.top_k)
+    try:
+        return increment(rows, start=request.routed_experts_start_len, tokens=fed + 1)
+    except CodecError as error:
+        raise _broken(request, str(error)) from error
 
 
 def _mask(request: GenerateRequest, output_ids: list[int], meta: _Meta, finish: Finish) -> SamplingMask | None:
     kept, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if kept is None or logprobs is None:
         if finish.type in ("abort", "unfinished"):
-            return None
+            return None if output_ids else SamplingMask.of(())
         raise _broken(request, "the sampling mask was asked for and is missing")
     if not len(kept) == len(logprobs) == len(output_ids):
         raise _broken(request, f"{len(output_ids)} output ids, {len(kept)} kept sets with {len(logprobs)} log-probs")
-    for index, (support, token) in enumerate(zip(kept, output_ids, strict=True)):
-        if token not in support:
-            raise _broken(request, f"output token {index} ({token}) is not in its own kept set")
-    offsets = np.zeros(len(kept) + 1, np.int64)
-    np.cumsum([len(support) for support in kept], out=offsets[1:])
-    return SamplingMask(_flatten(map(sorted, kept), int(offsets[-1])), offsets, np.array(logprobs, np.float32))
+    try:
+        mask = SamplingMask.of(kept)
+        mask.check(np.array(output_ids, np.int32))
+    except CodecError as error:
+        raise _broken(request, str(error)) from error
+    return mask
 
 
-def _flatten(parts: Iterable[list[int]], total: int) -> NDArray[np.int32]:
-    return np.fromiter((i for part in parts for i in part), np.int32, total)
+def _sampling_logprobs(request: GenerateRequest, meta: _Meta) -> NDArray[np.float32]:
+    values = np.array(meta.output_token_sampling_logprobs or (), np.float32)
+    if not np.isfinite(values).all():
+        where = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise _broken(request, f"the sampling log-prob of output token {where} is {values[where]}")
+    return values

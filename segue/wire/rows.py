@@ -5,13 +5,15 @@ was never fed. Row i is that of token i.
 
 Invariants of the ledger: rows lie without gap or overlap from 0 on; a row that is recorded is never replaced, whatever
 the engine sends later, because a later pass chose with other weights than those that gave the log-probs; each row keeps
-how it was made (ROW_*). A ledger is a value: `append` gives a new one that shares the rows, so branches of a session
-share their stem.
+how it was made (ROW_*). A ledger is a value: `append` gives a new one that is linked to this one, so it costs what
+the new rows cost, and branches of a session share their stem. What its rows are is all that is a value: where the rows
+of a link lie, in memory or wherever `keep` says that they can be read again, may change under it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -62,11 +64,19 @@ def increment(rows: NDArray[Any], *, start: int, tokens: int) -> NDArray[Any]:
     return rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
+type Chunk = tuple[NarrowRows, NDArray[np.uint8]]
+"""Rows [r, layers, top_k] and their provenance uint8[r]."""
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """Rows [start, end) and those before. `held`: the rows while they are in memory; `read`: gets them back."""
+
+    before: _Link | None
     start: int
-    rows: NarrowRows
-    provenance: NDArray[np.uint8]
+    end: int
+    held: Chunk | None
+    read: Callable[[], Chunk] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,9 +86,12 @@ class RowLedger:
     layers: int
     top_k: int
     experts: int
-    total: int = 0
-    """Rows held, which is also the first row to ask the engine for."""
-    _chunks: tuple[_Chunk, ...] = field(default=(), repr=False)
+    _last: _Link | None = field(default=None, repr=False)
+
+    @property
+    def total(self) -> int:
+        """Rows recorded, which is also the first row to ask the engine for."""
+        return self._last.end if self._last is not None else 0
 
     def append(self, start: int, rows: NarrowRows, provenance: NDArray[np.uint8] | int = ROW_DECODED) -> RowLedger:
         """This ledger and `rows` from row `start` on, which must be `total`.
@@ -100,7 +113,8 @@ class RowLedger:
             raise CodecError(f"route row {start + int((made > ROW_ABSENT).argmax())} has an unknown provenance")
         if len(rows) == 0:
             return self
-        return replace(self, total=start + len(rows), _chunks=(*self._chunks, _Chunk(start, rows.copy(), made)))
+        link = _Link(self._last, start, start + len(rows), (rows.copy(), made))
+        return RowLedger(self.layers, self.top_k, self.experts, link)
 
     def append_absent(self, start: int, count: int) -> RowLedger:
         """This ledger and `count` rows that the engine did not give: zeros, marked ROW_ABSENT. Raises as `append`."""
@@ -116,17 +130,67 @@ class RowLedger:
             )
         return rows
 
-    def slice(self, start: int, end: int) -> tuple[NarrowRows, NDArray[np.uint8]]:
-        """Rows [start, end) and their provenance, copied together. Raises CodecError beyond what is recorded."""
+    def slice(self, start: int, end: int) -> Chunk:
+        """Rows [start, end) and their provenance, copied together. Reads what is not in memory: not for an event loop.
+
+        Raises CodecError beyond what is recorded or for rows that do not come back as they were.
+        """
         if not 0 <= start <= end <= self.total:
             raise CodecError(f"route rows {start} to {end} are not all there: {self.total} are recorded")
         rows = self._zeros(end - start)
         provenance = np.empty(end - start, np.uint8)
-        for chunk in self._chunks:
-            begin, stop = max(start, chunk.start), min(end, chunk.start + len(chunk.rows))
-            if begin < stop:
-                rows[begin - start : stop - start] = chunk.rows[begin - chunk.start : stop - chunk.start]
-                provenance[begin - start : stop - start] = chunk.provenance[begin - chunk.start : stop - chunk.start]
+        for link in self._links():
+            if link.end <= start:
+                break
+            if link.start < end:
+                begin, stop = max(start, link.start), min(end, link.end)
+                found, made = self._read(link)
+                rows[begin - start : stop - start] = found[begin - link.start : stop - link.start]
+                provenance[begin - start : stop - start] = made[begin - link.start : stop - link.start]
+        return rows, provenance
+
+    def joined(self, start: int) -> RowLedger:
+        """The same rows, those from `start` on in one link; `start` must be where a link starts. Raises CodecError."""
+        stem = self._last
+        while stem is not None and stem.end > start:
+            stem = stem.before
+        ledger = RowLedger(self.layers, self.top_k, self.experts, stem)
+        return ledger.append(start, *self.slice(start, self.total))
+
+    def keep(self, read: Callable[[], Chunk]) -> None:
+        """The rows of the last `append` can be had from `read` from now on, so `spill` may drop them."""
+        if self._last is not None:
+            self._last.read = read
+
+    def spill(self) -> int:
+        """Drop from memory the rows of the last `append`, if they can be read again; bytes that this gives back."""
+        link = self._last
+        if link is None or link.read is None or link.held is None:
+            return 0
+        freed = sum(array.nbytes for array in link.held)
+        link.held = None
+        return freed
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the rows of the whole path; what branches share counts in each."""
+        return sum(array.nbytes for link in self._links() for array in link.held or ())
+
+    def _links(self) -> Iterator[_Link]:
+        """The last one first."""
+        link = self._last
+        while link is not None:
+            yield link
+            link = link.before
+
+    def _read(self, link: _Link) -> Chunk:
+        if link.held is not None:
+            return link.held
+        assert link.read is not None
+        rows, provenance = link.read()
+        shape = (link.end - link.start, self.layers, self.top_k)
+        if rows.shape != shape or rows.dtype != row_dtype(self.experts) or provenance.shape != shape[:1]:
+            raise CodecError(f"route rows {link.start} to {link.end} came back as {rows.dtype}{list(rows.shape)}")
         return rows, provenance
 
     def _zeros(self, count: int) -> NarrowRows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 import pytest
@@ -113,7 +114,11 @@ def test_an_unfinished_chunk_has_no_rows_yet() -> None:
         ({"output_token_logprobs": [[-0.5, 11, None], [None, 12, None]]}, "output token 1 is None"),
         ({"output_token_logprobs": None}, "0 log-probs"),
         ({"routed_experts": None}, "routed experts were asked for and are missing"),
-        ({"routed_experts": base64.b64encode(ROWS[:3].tobytes()).decode()}, "3 route rows of 3 x 2, expected 4"),
+        (
+            {"routed_experts": base64.b64encode(ROWS[:3].tobytes()).decode()},
+            "3 route rows, expected 4 .* row 4 is missing",
+        ),
+        ({"routed_experts": base64.b64encode(bytes(20)).decode()}, "5 experts are no whole route rows of 3 x 2"),
         ({"routed_experts": "AAA"}, "route rows do not decode"),
         ({"weight_versions": [{"version": "7", "start": 0, "end": 1}]}, "do not cover 2"),
         ({"weight_versions": [{"version": "a", "start": 0, "end": 2}]}, "'a' is not a decimal"),
@@ -142,12 +147,21 @@ def test_kept_sets_become_sorted_rows_and_hold_their_token() -> None:
         rid=REQUEST.rid, input_ids=[5, 6, 7, 8], sampling_params=REQUEST.sampling_params, return_sampling_mask=True
     )
     lists = {"output_token_sampling_mask": [[30, 11, 2], [12]], "output_token_sampling_logprobs": [-0.1, 0.0]}
-    mask = decode_answer(answer(**lists), request).mask
+    decoded = decode_answer(answer(**lists), msgspec.structs.replace(request, return_logprob=True))
+    mask = decoded.mask
     assert mask is not None
     assert (mask.ids.tolist(), mask.offsets.tolist()) == ([2, 11, 30, 12], [0, 3, 4])
-    assert np.allclose(mask.logprobs, [-0.1, 0.0])
-    with pytest.raises(EngineError, match=r"output token 1 \(12\) is not in its own kept set"):
+    assert decoded.logprobs is not None
+    assert np.allclose(decoded.logprobs, [-0.1, 0.0])  # the sampler's, not those of the full vocabulary
+    with pytest.raises(EngineError, match=r"token 1 \(12\) is not in the set it was chosen from"):
         decode_answer(answer(**lists | {"output_token_sampling_mask": [[11], [13]]}), request)
+    for wrong in ([[11], []], [[11, 11], [12]]):
+        with pytest.raises(EngineError, match="sampling mask: "):
+            decode_answer(answer(**lists | {"output_token_sampling_mask": wrong}), request)
+    with pytest.raises(EngineError, match="the sampling mask was asked for and is missing"):
+        decode_answer(answer(), request)
+    aborted = decode_answer(answer(finish_reason={"type": "abort", "message": "Abort in waiting queue"}), request)
+    assert aborted.mask is None
     with pytest.raises(EngineError, match="mask was asked for and is missing"):
         decode_answer(answer(), request)
 
@@ -189,3 +203,11 @@ def test_an_abort_needs_an_id_because_an_empty_one_matches_all() -> None:
     assert orjson.loads(encode_abort("abc")) == {"rid": "abc"}
     with pytest.raises(EngineError, match="request id"):
         encode_abort("")
+
+
+def test_a_full_payload_is_cut_to_the_increment_that_was_asked_for() -> None:
+    full = np.concatenate([np.full((1, 3, 2), 9, np.int32), ROWS])
+    body = answer(routed_experts=base64.b64encode(full.tobytes()).decode())
+    decoded = decode_answer(body, REQUEST, routes=ROUTES)
+    assert decoded.rows is not None
+    assert np.array_equal(decoded.rows, ROWS)

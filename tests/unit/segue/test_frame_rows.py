@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -108,3 +109,54 @@ def test_a_ledger_is_a_value_that_later_changes_do_not_reach() -> None:
     assert (stem.total, left.total, right.total) == (2, 5, 3)
     np.testing.assert_array_equal(left.slice(2, 5)[0], made(3, 5))
     assert right.slice(0, 3)[1].tolist() == [ROW_DECODED, ROW_DECODED, ROW_ABSENT]
+
+
+def test_rows_may_leave_memory_and_come_back() -> None:
+    stem = RowLedger(2, 3, 8).append(0, narrow(made(2), 8))
+    ledger = stem.append(2, narrow(made(3, 5), 8), ROW_RECOMPUTED)
+    assert (ledger.spill(), ledger.held_bytes) == (0, 5 * 7)  # nobody has said where they could be read
+    stored, reads = ledger.slice(2, 5), []
+    ledger.keep(lambda: reads.append(1) or stored)
+    assert (ledger.spill(), ledger.spill(), ledger.held_bytes) == (3 * 7, 0, 2 * 7)
+    later = ledger.append(5, narrow(made(1, 1), 8))
+    assert (later.total, reads) == (6, [])  # to append needs no row in memory
+    np.testing.assert_array_equal(later.slice(1, 6)[0], np.concatenate([made(2)[1:], made(3, 5), made(1, 1)]))
+    assert later.slice(1, 6)[1].tolist() == [ROW_DECODED] + 3 * [ROW_RECOMPUTED] + [ROW_DECODED]
+    assert len(reads) == 2
+    assert stem.slice(0, 2)[0].shape == (2, 2, 3)
+
+
+def test_rows_that_come_back_changed_are_named() -> None:
+    ledger = RowLedger(2, 3, 8).append(0, narrow(made(2), 8))
+    ledger.keep(lambda: (narrow(made(1), 8), np.zeros(1, np.uint8)))
+    ledger.spill()
+    with pytest.raises(CodecError, match=r"route rows 0 to 2 came back as uint8\[1, 2, 3\]"):
+        ledger.slice(0, 2)
+
+
+def test_the_parts_of_a_turn_become_one_link() -> None:
+    stem = RowLedger(2, 3, 8).append(0, narrow(made(2), 8))
+    parts = stem.append(2, narrow(made(1, 3), 8)).append(3, narrow(made(4, 1), 8), ROW_RECOMPUTED)
+    one = parts.joined(2)
+    np.testing.assert_array_equal(one.slice(0, 7)[0], parts.slice(0, 7)[0])
+    assert one.slice(0, 7)[1].tolist() == parts.slice(0, 7)[1].tolist()
+    one.keep(lambda: parts.slice(2, 7))
+    assert one.spill() == 5 * 7
+    assert stem.joined(2).total == 2
+
+
+def test_memory_is_that_of_the_compact_rows_and_an_append_costs_what_it_adds() -> None:
+    ledger, width = RowLedger(48, 8, 128), 48 * 8
+    tracemalloc.start()
+    try:
+        held = []
+        for turn in range(40):
+            ledger = ledger.append(ledger.total, np.full((50, 48, 8), turn, np.uint8))
+            held.append(ledger)  # as a session's nodes do
+        used, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    compact = 40 * 50 * width
+    assert compact <= ledger.held_bytes <= 1.01 * compact
+    assert used < 1.2 * compact
+    assert peak < 1.2 * compact + 3 * 50 * width
