@@ -95,19 +95,17 @@ class TextStream:
         self._hold = max((len(stop) for stop in stops), default=1) - 1
         self._from = 0
         self._read = 0
-        self._shown = ""
-        self._sent = 0
+        self._held = ""
 
     def feed(self, output: Sequence[int]) -> str:
         """The next piece of text; `output` is everything so far."""
         before = self._text.decode(output[self._from : self._read], keep=self._keep)
         now = self._text.decode(output[self._from :], keep=self._keep)
         if len(now) > len(before) and not now.endswith("\ufffd"):
-            self._shown += now[len(before) :]
+            self._held += now[len(before) :]
             self._from, self._read = self._read, len(output)
-        end = max(self._sent, len(cut_at_stop(self._shown, self._stops)) - self._hold)
-        piece = self._shown[self._sent : end]
-        self._sent = end
+        end = max(0, len(cut_at_stop(self._held, self._stops)) - self._hold)
+        piece, self._held = self._held[:end], self._held[end:]
         return piece
 
 
@@ -118,6 +116,8 @@ class Parser(Protocol):
     def end(self) -> list[Delta]: ...
 
 
+PROMPT_END = 8
+"""Tokens of a prompt in which the mark lies that opens reasoning."""
 CallIds = Callable[[int], str]
 """The id of an answer's call by its index: the same whenever the answer is parsed."""
 
@@ -129,25 +129,40 @@ def call_ids(turn_id: str) -> CallIds:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How a family's model writes its answers. parser: makes one for an answer; its first argument is whether calls
-    are looked for. keep: special tokens that are markup of an answer, where all others are left out of its text."""
+    """How a family's model writes its answers.
+
+    parser: makes one for an answer that begins inside reasoning or not; whether calls are looked for; their ids.
+    keep: special tokens that are markup of an answer, where all others are left out of its text. think_open: what a
+    prompt ends with if the answer begins inside reasoning, "" if no prompt does.
+    """
 
     text: ModelText
-    parser: Callable[[bool, CallIds], Parser]
+    parser: Callable[[bool, bool, CallIds], Parser]
     keep: frozenset[int] = frozenset()
+    think_open: str = ""
 
-    def message(self, output: Sequence[int], stops: Sequence[str], *, tools: bool, turn_id: str) -> dict[str, Any]:
+    def message(
+        self, output: Sequence[int], stops: Sequence[str], *, prompt: Sequence[int], tools: bool, turn_id: str
+    ) -> dict[str, Any]:
         """The assistant's message: role and content; reasoning_content and tool_calls if the answer has them.
 
-        tools: the request offered some. turn_id: names the calls, so that streamed and committed ids are the same.
+        prompt: the tokens before the output, of which the last few count. tools: the request offered some. turn_id:
+        names the calls, so that streamed and committed ids are the same.
         """
-        parser = self.parser(tools, call_ids(turn_id))
+        parser = self.parser(self._begun(prompt), tools, call_ids(turn_id))
         deltas = parser.feed(cut_at_stop(self.text.decode(output, keep=self.keep), stops))
         return as_message([*deltas, *parser.end()])
 
-    def stream(self, stops: Sequence[str], *, tools: bool, turn_id: str) -> AnswerStream:
+    def stream(self, stops: Sequence[str], *, prompt: Sequence[int], tools: bool, turn_id: str) -> AnswerStream:
         """The same message piece by piece. What is held back at the end is `Shown.rest` of the message."""
-        return AnswerStream(TextStream(self.text, stops, self.keep), self.parser(tools, call_ids(turn_id)))
+        parser = self.parser(self._begun(prompt), tools, call_ids(turn_id))
+        return AnswerStream(TextStream(self.text, stops, self.keep), parser)
+
+    def _begun(self, prompt: Sequence[int]) -> bool:
+        if not self.think_open:
+            return False
+        end = self.text.decode([int(i) for i in prompt[-PROMPT_END:]], skip_special=False)
+        return end.rstrip().endswith(self.think_open)
 
 
 class AnswerStream:

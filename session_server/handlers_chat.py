@@ -6,7 +6,6 @@ was written in full to a connection that was still open.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import orjson
@@ -28,6 +27,7 @@ from session_server.bodies import (
 )
 from session_server.chat_api import parse_chat, usage
 from session_server.dialect import Dialect, Head, Terms, parse_object
+from session_server.facts import undisturbed
 from session_server.graph import Delivered, Node
 from session_server.http_errors import as_request_error
 from session_server.messages import invalid
@@ -35,7 +35,7 @@ from session_server.messages_api import parse_messages_request
 from session_server.requests import STREAM_HEADERS, body_of, break_off, connected
 from session_server.responses_api import parse_response_request
 from session_server.routes import Route
-from session_server.sampling import parse_sampling, refuse_control_fields
+from session_server.sampling import Cuts, parse_sampling, refuse_control_fields
 from session_server.server import Server, digest_body
 from session_server.sessions import Session
 
@@ -64,7 +64,8 @@ async def _turn(
     data = await body_of(request)
     session = server.sessions.open_for_turns(session.session_id)
     opened = session.opened
-    asked = parse(data, Terms(opened.purpose, opened.temperature, server.family.renders_tools, session.graph))
+    cuts = Cuts.of(server.ctx.config.rollout)
+    asked = parse(data, Terms(opened.purpose, opened.temperature, server.family.renders_tools, session.graph, cuts))
     marks = _marks(request, digest_body(kind, data))
     earlier = find_earlier(session, marks)
     if earlier is None:
@@ -87,7 +88,10 @@ async def generate(server: Server, request: web.Request, session: Session) -> we
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise invalid("'input_ids' must be a list of token ids, not empty", "input_ids")
     renamed = {**body, "max_tokens": body.get("max_new_tokens", body.get("max_tokens"))}
-    sampling = parse_sampling(renamed, purpose=session.opened.purpose, temperature=session.opened.temperature)
+    sampling = parse_sampling(
+        renamed, purpose=session.opened.purpose, temperature=session.opened.temperature,
+        cuts=Cuts.of(server.ctx.config.rollout),
+    )  # fmt: skip
     marks = _marks(request, digest_body("generate", data))
     earlier = find_earlier(session, marks) or server.turns.start(server.asks.tokens(session, ids, sampling, marks))
     node = await _node_of(server, request, earlier)
@@ -115,7 +119,7 @@ async def _node_of(server: Server, request: web.Request, earlier: Node | Attempt
     earlier.watchers.append(lambda: connected(request))
     begun = server.clock.mono_s()
     try:
-        node = await asyncio.shield(earlier.done)
+        node = await undisturbed(earlier.done)
     except SegueError as error:
         server.metrics.turns.labels(str(as_request_error(error).status)).inc()
         raise
@@ -187,7 +191,10 @@ async def _live(server: Server, request: web.Request, attempt: Attempt, asked: D
     if not server.ctx.config.rollout.partial:
         return
     turn = asked.turn
-    deltas = server.family.format.stream(turn.sampling.stop, tools=turn.use_tools, turn_id=attempt.turn_id)
+    prompt = attempt.ask.prompt.tolist()
+    deltas = server.family.format.stream(
+        turn.sampling.stop, prompt=prompt, tools=turn.use_tools, turn_id=attempt.turn_id
+    )
     attempt.watchers.append(lambda: connected(request))
     while not attempt.done.done():
         changed = attempt.changed

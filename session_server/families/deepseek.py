@@ -24,9 +24,7 @@ class DeepSeek(Framed):
     control = (USER, ASSISTANT, *CALLS, *CALL, SEPARATOR, *OUTPUTS)
 
     def make_format(self) -> OutputFormat:
-        begun = self.begins_in("<think>")
-        marks = Marks(read_calls, *CALL, wrappers=CALLS, inner=(SEPARATOR,), begins_in_reasoning=begun)
-        return marked_format(self.text, marks)
+        return marked_format(self.text, Marks(read_calls, *CALL, wrappers=CALLS, inner=(SEPARATOR,)))
 
 
 def read_calls(body: str) -> list[Call] | None:

@@ -49,11 +49,7 @@ class Generic:
 
     def make_format(self) -> OutputFormat:
         """How answers are parsed: reasoning in `<think>`, calls as JSON in `<tool_call>`."""
-        return marked_format(self.text, Marks(read_json_call, begins_in_reasoning=self.begins_in("<think>")))
-
-    def begins_in(self, mark: str) -> bool:
-        """Whether the prompt of an answer ends with `mark`."""
-        return self.begin.rstrip().endswith(mark)
+        return marked_format(self.text, Marks(read_json_call))
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -153,7 +149,7 @@ def marked_format(text: ModelText, marks: Marks) -> OutputFormat:
     named = (marks.call_open, marks.call_close, *marks.wrappers, *marks.inner, marks.think_open, marks.think_close)
     keep = frozenset(i for mark in named if mark and (i := text.token_id(mark)) is not None) & text.special_ids
 
-    def parser(tools: bool, call_id: CallIds) -> MarkupParser:
-        return MarkupParser(marks, tools, call_id)
+    def parser(begun: bool, tools: bool, call_id: CallIds) -> MarkupParser:
+        return MarkupParser(marks, begun, tools, call_id)
 
-    return OutputFormat(text, parser, keep)
+    return OutputFormat(text, parser, keep, marks.think_open)

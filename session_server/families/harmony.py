@@ -121,7 +121,8 @@ _BORDER = re.compile("|".join(map(re.escape, (END, RETURN, CALL, START))))
 class HarmonyParser:
     """One answer: analysis is reasoning, final and commentary are content, what goes to a function is a call."""
 
-    def __init__(self, tools: bool, call_id: CallIds) -> None:
+    def __init__(self, begun: bool, tools: bool, call_id: CallIds) -> None:
+        del begun  # every message says its channel itself
         self._tools, self._call_id = tools, call_id
         self._held = ""
         self._kind: Literal["", "reasoning", "content", "call"] = ""  # "": in a header

@@ -29,7 +29,7 @@ ReadCalls = Callable[[str], list[Call] | None]
 @dataclass(frozen=True, slots=True)
 class Marks:
     """call_close: "" if a call ends where the next begins or the answer ends. wrappers: marks around calls, not shown.
-    inner: marks inside a call's body. begins_in_reasoning: the prompt ends inside a reasoning block."""
+    inner: marks inside a call's body."""
 
     read: ReadCalls
     call_open: str = "<tool_call>"
@@ -38,20 +38,21 @@ class Marks:
     inner: tuple[str, ...] = ()
     think_open: str = "<think>"
     think_close: str = "</think>"
-    begins_in_reasoning: bool = False
 
 
 class MarkupParser:
-    """One answer. White space around reasoning and before calls belongs to the markup."""
+    """One answer; `begun`: the prompt has opened the reasoning. White space around reasoning and before calls belongs
+    to the markup."""
 
-    def __init__(self, marks: Marks, tools: bool, call_id: CallIds) -> None:
+    def __init__(self, marks: Marks, begun: bool, tools: bool, call_id: CallIds) -> None:
         self._marks, self._call_id = marks, call_id
         self._in_content = (marks.call_open, *marks.wrappers) if tools else ()
         self._state: Literal["start", "thought", "answer", "content", "call"] = "start"
         self._held = ""
         self._gap = ""  # white space before a call, shown after all if the call turns out to be none
         self._calls = 0
-        if marks.begins_in_reasoning:
+        self._begun = begun
+        if begun:
             self._state = "thought"
 
     def feed(self, text: str) -> list[Delta]:
@@ -100,9 +101,9 @@ class MarkupParser:
         told_before = self._gap == "thought"
         if not told_before:
             self._held = self._held.lstrip()
-            if marks.begins_in_reasoning and self._held.startswith(marks.think_open):  # said again by the model
+            if self._begun and self._held.startswith(marks.think_open):  # said again by the model
                 self._held = self._held[len(marks.think_open) :].lstrip()
-            if not self._held or (marks.begins_in_reasoning and marks.think_open.startswith(self._held)):
+            if not self._held or (self._begun and marks.think_open.startswith(self._held)):
                 return False
         at = self._held.find(marks.think_close)
         if at < 0:

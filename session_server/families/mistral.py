@@ -24,16 +24,14 @@ class Mistral(Framed):
     control = (*marks, "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
 
     def make_format(self) -> OutputFormat:
-        marks = Marks(
-            read_json_calls, CALLS, "", inner=("[ARGS]", "[CALL_ID]"), think_open="[THINK]", think_close="[/THINK]",
-            begins_in_reasoning=self.begins_in("[THINK]"),
-        )  # fmt: skip
+        inner = ("[ARGS]", "[CALL_ID]")
+        marks = Marks(read_json_calls, CALLS, "", inner=inner, think_open="[THINK]", think_close="[/THINK]")
         made = marked_format(self.text, marks)
 
-        def parser(tools: bool, call_id: CallIds) -> Parser:
-            return made.parser(tools, lambda index: short_id(call_id(index)))
+        def parser(begun: bool, tools: bool, call_id: CallIds) -> Parser:
+            return made.parser(begun, tools, lambda index: short_id(call_id(index)))
 
-        return OutputFormat(self.text, parser, made.keep)
+        return OutputFormat(self.text, parser, made.keep, made.think_open)
 
 
 def short_id(call_id: str) -> str:

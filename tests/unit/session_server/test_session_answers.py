@@ -42,8 +42,8 @@ def test_a_stop_string_over_the_seam_is_found_where_it_ends(words):
 def test_deltas_add_up_to_the_text_and_never_show_a_stop(words, output, steps, stop):
     stops = (stop,) if stop else ()
     made = marked_format(words, Marks(read_json_call))
-    whole = made.message(output, stops, tools=False, turn_id="turn-1")
-    stream, shown, at = made.stream(stops, tools=False, turn_id="turn-1"), Shown(), 0
+    whole = made.message(output, stops, prompt=(), tools=False, turn_id="turn-1")
+    stream, shown, at = made.stream(stops, prompt=(), tools=False, turn_id="turn-1"), Shown(), 0
     for step in steps:
         at = min(len(output), at + step)
         for delta in stream.feed(output[:at]):
@@ -75,7 +75,7 @@ class Spelled(ModelText):
 
 def message(text: str, *, tools: bool = True):
     made = marked_format(Spelled(), Marks(read_json_call))
-    return made.message([ord(c) for c in text], (), tools=tools, turn_id="turn-1")
+    return made.message([ord(c) for c in text], (), prompt=(), tools=tools, turn_id="turn-1")
 
 
 def test_tool_calls_are_parsed_where_tools_were_offered():
