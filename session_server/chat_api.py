@@ -46,7 +46,7 @@ def parse_chat(data: bytes, terms: Terms) -> Chat:
     """Raises RequestError 400 naming the field; fields that mean nothing here are ignored."""
     body = parse_object(data)
     refuse_control_fields(body)
-    sampling = parse_sampling(body, purpose=terms.purpose, temperature=terms.temperature)
+    sampling = parse_sampling(body, purpose=terms.purpose, temperature=terms.temperature, cuts=terms.cuts)
     tools = _tools(body, terms) if body.get("tools") else None
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):

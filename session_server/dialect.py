@@ -20,7 +20,7 @@ from session_server.answers import Delta
 from session_server.graph import Graph, Node
 from session_server.messages import invalid
 from session_server.model_text import ModelText
-from session_server.sampling import Sampling, parse_sampling
+from session_server.sampling import Cuts, Sampling, parse_sampling
 
 _NO_TOOLS = "chat"
 """Context of turns without tools."""
@@ -35,6 +35,7 @@ class Terms:
     temperature: float
     renders_tools: bool
     graph: Graph
+    cuts: Cuts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def sampling_of(body: Mapping[str, Any], terms: Terms, spelled: Mapping[str, str
     """The sampling part of a body. `spelled`: this dialect's name of each field, by the common name."""
     fields = {ours: body.get(theirs) for ours, theirs in spelled.items()}
     try:
-        return parse_sampling(fields, purpose=terms.purpose, temperature=terms.temperature)
+        return parse_sampling(fields, purpose=terms.purpose, temperature=terms.temperature, cuts=terms.cuts)
     except RequestError as error:
         ours = error.param or ""
         theirs = spelled.get(ours, ours)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segue.events.turn import Span
+from segue.wire.mask import SamplingMask
 from segue.wire.rows import RowLedger
 from session_server.messages import ChatMessage, Message
 
@@ -32,12 +33,14 @@ class Delivered(Enum):
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnTokens:
     """What a turn adds. prompt: int32[p] before its output; output: int32[n]; logprobs: float32[n];
-    spans: weight versions over the output; ids beyond the vocabulary never get here."""
+    spans: weight versions over the output; ids beyond the vocabulary never get here. mask: what each output token was
+    chosen from, None unless the run cuts its sampling; then the log-probs are renormalised over it."""
 
     prompt: NDArray[np.int32]
     output: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     spans: tuple[Span, ...]
+    mask: SamplingMask | None = None
 
 
 @dataclass(slots=True, eq=False)

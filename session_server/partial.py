@@ -3,12 +3,14 @@
 A turn that a pause cuts is carried on by further requests, each with everything so far as its prompt. Invariants: what
 an engine returned is kept once and in order; version spans cover the output; the row ledger holds rows from 0 on
 without a gap, each recorded once; a row that an engine had made and lost is recorded when it is made again, marked
-ROW_RECOMPUTED.
+ROW_RECOMPUTED. Where sampling is cut, the mask covers the output: a part that came back without its mask (aborted in
+the engine's queue) counts as never sent, because its tokens could not be replayed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +18,16 @@ from numpy.typing import NDArray
 from segue.errors import CodecError, EngineError
 from segue.events.turn import Span
 from segue.wire.engine import GenerateAnswer
+from segue.wire.mask import SamplingMask
 from segue.wire.rows import RowLedger, narrow
 from segue.wire.sample import ROW_DECODED, ROW_RECOMPUTED
 
 
 class Partial:
-    """prompt_ids: everything before the turn's output. rows: ledger of the path it follows, None without R3."""
+    """prompt_ids: everything before the turn's output. rows: ledger of the path it follows, None without R3.
+    masked: each output token needs the set that it was chosen from."""
 
-    def __init__(self, prompt_ids: Sequence[int], rows: RowLedger | None) -> None:
+    def __init__(self, prompt_ids: Sequence[int], rows: RowLedger | None, *, masked: bool = False) -> None:
         self.prompt_ids = prompt_ids
         self.output: list[int] = []
         self.spans: list[Span] = []
@@ -31,6 +35,8 @@ class Partial:
         self.rows = rows
         self._rows_before = rows
         self._logprobs: list[NDArray[np.float32]] = []
+        self.masked = masked
+        self._masks: list[SamplingMask] = []
 
     @property
     def prompt_tokens(self) -> int:
@@ -45,11 +51,22 @@ class Partial:
         """float32[len(output)]"""
         return np.concatenate(self._logprobs) if self._logprobs else np.empty(0, np.float32)
 
-    def add(self, answer: GenerateAnswer) -> None:
-        """Keep what one request produced. Raises EngineError (naming the row) for rows that contradict what is held."""
+    def mask(self) -> SamplingMask | None:
+        """Of the output's tokens; None if sampling is not cut."""
+        return SamplingMask.join(self._masks) if self.masked else None
+
+    def add(self, answer: GenerateAnswer) -> GenerateAnswer:
+        """Keep what one request produced. Returns what was kept: all of it, or nothing if the mask it needs is lost.
+
+        Raises EngineError (naming the row or token) for what contradicts what is held.
+        """
         before = len(self.output)
         if answer.logprobs is None:
             raise EngineError(f"request {answer.rid}: the answer has no log-probs")
+        if self.masked:
+            if answer.mask is None:
+                return replace(answer, output_ids=[], logprobs=answer.logprobs[:0], spans=(), rows=None)
+            self._masks.append(answer.mask)
         if self.rows is not None and answer.rows is not None:
             self.rows = self._with_rows(self.rows, answer, before)
         self.output += answer.output_ids
@@ -57,17 +74,20 @@ class Partial:
         for start, end, version in answer.spans:
             self._add_span(before + start, before + end, version)
         self.parts += 1
+        return answer
 
     def drop(self) -> int:
         """Forget all that was produced, as if the turn had never been sent; returns the number of tokens dropped."""
         dropped = len(self.output)
-        self.output, self.spans, self._logprobs, self.parts = [], [], [], 0
+        self.output, self.spans, self._logprobs, self._masks, self.parts = [], [], [], [], 0
         self.rows = self._rows_before
         return dropped
 
     def truncate(self, length: int) -> None:
         """Cut the output to its first `length` tokens (a stop string that was found over a seam)."""
         logprobs = self.logprobs()[:length]
+        if (mask := self.mask()) is not None:
+            self._masks = [mask.cut(0, length)]
         self.output = self.output[:length]
         self._logprobs = [logprobs]
         self.spans = [(start, min(end, length), version) for start, end, version in self.spans if start < length]

@@ -1,7 +1,9 @@
 """What a client may ask of the sampler, and what a session makes of it.
 
-Invariant: in a training session every token is sampled exactly as the trainer assumes, at the run's temperature and
-without any cut or penalty; a client that asks for something else is told so instead of being ignored.
+Invariant: in a training session every token is sampled so that the trainer can replay it: at the run's temperature,
+without any penalty, and either from the whole vocabulary or, if the run cuts its sampling (top-k, top-p, min-p), from a
+set that is recorded with the token. A request may cut deeper than the run, never less; one that asks for anything else
+is told so instead of being ignored. Evaluation and plain sessions are free.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from segue.config.schema import Rollout
 from session_server.messages import invalid
 
 CONTROL_FIELDS = (
@@ -23,7 +26,6 @@ _NEUTRAL: Mapping[str, object] = {
     "response_format": {"type": "text"}, "functions": [], "function_call": "none",
 }  # fmt: skip
 """Options that are not supported, with the one value that means nothing."""
-_UNCUT: Mapping[str, float] = {"top_p": 1, "top_k": -1, "min_p": 0}
 MAX_STOPS = 16
 
 
@@ -39,6 +41,25 @@ class Sampling:
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    masked: bool = False
+    """Whether the set that each token was chosen from is recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """How far a run cuts its sampling; the defaults do not."""
+
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Cuts:
+        return cls(rollout.top_p, rollout.top_k, rollout.min_p)
+
+    @property
+    def any(self) -> bool:
+        return self != Cuts()
 
 
 def refuse_control_fields(body: Mapping[str, Any], allowed: tuple[str, ...] = ()) -> None:
@@ -48,25 +69,46 @@ def refuse_control_fields(body: Mapping[str, Any], allowed: tuple[str, ...] = ()
             raise invalid(f"'{name}' is set by the session server, not by its clients", name)
 
 
-def parse_sampling(body: Mapping[str, Any], *, purpose: str, temperature: float) -> Sampling:
-    """The sampling part of a request body. Raises RequestError 400 naming the field."""
+def parse_sampling(body: Mapping[str, Any], *, purpose: str, temperature: float, cuts: Cuts | None = None) -> Sampling:
+    """The sampling part of a request body. cuts: the run's. Raises RequestError 400 naming the field."""
     if body.get("n") not in (None, 1):
         raise invalid("n must be 1: further answers to the same messages are further requests", "n")
     for name, neutral in _NEUTRAL.items():
         if body.get(name) not in (None, neutral):
             raise invalid(f"'{name}' is not supported", name)
     given = _number(body, "temperature", temperature, 0.0, 10.0)
-    cuts = {name: _number(body, name, neutral, *_RANGES[name]) for name, neutral in _UNCUT.items()}
-    if purpose == "train":
-        if given != temperature:
-            raise invalid(f"this session trains: its temperature is {temperature}, not {given}", "temperature")
-        for name, neutral in _UNCUT.items():
-            if cuts[name] != neutral:
-                raise invalid(f"this session trains: '{name}' must be {neutral} or absent", name)
+    trains, run = purpose == "train", cuts or Cuts()
+    if trains and given != temperature:
+        raise invalid(f"this session trains: its temperature is {temperature}, not {given}", "temperature")
+    own = _cuts(body, run if trains else Cuts())
+    if trains:
+        _check_cuts(own, run)
     return Sampling(
-        _max_tokens(body), given, cuts["top_p"], int(cuts["top_k"]), cuts["min_p"],
-        int(_number(body, "min_tokens", 0, 0, 2**31)), _stops(body), _seed(body),
+        _max_tokens(body), given, own.top_p, own.top_k, own.min_p, int(_number(body, "min_tokens", 0, 0, 2**31)),
+        _stops(body), _seed(body), trains and run.any,
     )  # fmt: skip
+
+
+def _cuts(body: Mapping[str, Any], usual: Cuts) -> Cuts:
+    found = {name: _number(body, name, getattr(usual, name), *limits) for name, limits in _RANGES.items()}
+    if found["top_k"] != int(found["top_k"]):
+        raise invalid("'top_k' must be a whole number", "top_k")
+    return Cuts(found["top_p"], int(found["top_k"]), found["min_p"])
+
+
+def _check_cuts(own: Cuts, run: Cuts) -> None:
+    """Raise RequestError 400 for sampling that could not be replayed: cut although the run's is not, or less."""
+    if not run.any:
+        for name, neutral in (("top_p", 1), ("top_k", -1), ("min_p", 0)):
+            if getattr(own, name) != neutral:
+                raise invalid(f"this session trains: '{name}' must be {neutral} or absent", name)
+        return
+    if not 1 <= own.top_k <= run.top_k:
+        raise invalid(f"this session trains: 'top_k' must be 1 to {run.top_k}", "top_k")
+    if own.top_p > run.top_p:
+        raise invalid(f"this session trains: 'top_p' must be at most {run.top_p:g}", "top_p")
+    if own.min_p < run.min_p:
+        raise invalid(f"this session trains: 'min_p' must be at least {run.min_p:g}", "min_p")
 
 
 _RANGES: Mapping[str, tuple[float, float]] = {"top_p": (1e-6, 1.0), "top_k": (-1, 2**31), "min_p": (0.0, 1.0)}

@@ -105,7 +105,7 @@ class Turns:
         ask = attempt.ask
         before = ask.parent.path_ids().tolist() if ask.parent is not None else []
         rows = ask.parent.rows if ask.parent is not None else self.empty_rows
-        partial = Partial([*before, *ask.prompt.tolist()], rows)
+        partial = Partial([*before, *ask.prompt.tolist()], rows, masked=ask.sampling.masked)
         exclude: list[str] = []
         waiting, troubles = "", 0  # the request that was cut last, while the turn is at no engine
         try:
@@ -182,13 +182,16 @@ class Turns:
             stream=ask.stream,
             return_routed_experts=partial.rows is not None,
             routed_experts_start_len=partial.rows_start,
+            return_sampling_mask=partial.masked,
         )  # fmt: skip
 
     async def _answer(self, part: Part, attempt: Attempt, partial: Partial) -> GenerateAnswer:
         kept = list(partial.output)
         on_progress = (lambda ids: attempt.progress(kept + ids)) if attempt.ask.stream else None
         try:
-            async with asyncio.timeout(None) as part.running.limit:
+            # A stream has its own deadline, after which what had come is kept.
+            limit_s = None if part.request.stream else self.engines.request_deadline_s
+            async with asyncio.timeout(limit_s) as part.running.limit:
                 answer = await self.engines.generate(part.running.url, part.request, on_progress)
         except TimeoutError as error:
             raise EngineUnavailable(f"{part.running.url} did not give back {part.request.rid} in time") from error
@@ -198,7 +201,7 @@ class Turns:
     async def _close(self, part: Part, attempt: Attempt, partial: Partial, answer: GenerateAnswer) -> Node | None:
         """Commit the turn, or keep (or drop) what a cut left and return None."""
         ask = attempt.ask
-        partial.add(answer)
+        answer = partial.add(answer)
         seam = stop_over_seam(self.family.text, partial.output, part.kept, ask.sampling.stop)
         finish = answer.finish.type
         if seam is not None:

@@ -1,6 +1,9 @@
-"""What a pause does to open turns, for each combination of mode, partial rollouts and R3: the one table of it.
+"""What this build can do, as tables: the one place that knows, read by config check, session server, router, actors and
+tests. Nothing here imports what it speaks of, so a configuration is refused before torch is loaded.
 
-Config check, session server, router, actors and tests read it here; no other place asks for the mode.
+The first table says what a pause does to open turns, for each combination of mode, partial rollouts and R3; no other
+place asks for the mode. Invariant: a combination that a configuration can spell either works or is refused when it is
+read, with the remedy (segue.config.check).
 """
 
 from __future__ import annotations
@@ -9,7 +12,23 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
+from segue.config.schema import Rollout
 from segue.events.engine import PauseMode
+
+LOSSES: tuple[str, ...] = ("grpo",)
+ADVANTAGES: tuple[str, ...] = ("group_centred", "group_normalised", "per_turn")
+"""Names that the trainer's registries know; a test holds them equal."""
+
+MAX_MASK_TOKENS = 4096
+"""Largest top_k whose kept sets an engine records."""
+RENORMALISING_TRAINERS: tuple[str, ...] = ("fake",)
+"""Trainers that normalise log-probs over the set that a token was chosen from, or do not normalise at all."""
+
+
+def truncates(rollout: Rollout) -> bool:
+    """Whether training sessions sample from a cut distribution, so that each token's kept set is recorded."""
+    return rollout.top_p < 1 or rollout.top_k != -1 or rollout.min_p > 0
+
 
 MODES: tuple[PauseMode, ...] = ("abort", "retract", "retract_native", "in_place")
 
@@ -75,7 +94,8 @@ TABLE: dict[tuple[PauseMode, bool, bool], Realisation] = {
     (mode, partial, r3): _realise(mode, partial=partial, r3=r3)
     for mode, partial, r3 in product(MODES, (False, True), (False, True))
 }
-"""(mode, partial rollouts, R3) to its realisation. Every combination works; none is missing."""
+"""(mode, partial rollouts, R3) to its realisation. Every combination works; none is missing. Sampling masks do not
+change a row of it: they come back with the tokens, and a partial that lost its mask counts as never sent."""
 
 
 def realise(mode: PauseMode, *, partial: bool, r3: bool) -> Realisation:

@@ -13,7 +13,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from segue.config.capabilities import realise
+from segue.config.capabilities import (
+    ADVANTAGES,
+    LOSSES,
+    MAX_MASK_TOKENS,
+    RENORMALISING_TRAINERS,
+    realise,
+    truncates,
+)
 from segue.config.options import OPTIONS
 from segue.config.schema import Config
 from segue.errors import ConfigError
@@ -29,19 +36,22 @@ AT_LEAST: dict[str, float] = {
     "trainer.step_deadline_s": 1, "trainer.fake_step_s": 0, "trainer.beta1": 0, "trainer.beta2": 0,
     "rollout.groups_per_step": 1, "rollout.group_size": 1, "rollout.extra_groups": 0, "rollout.max_turn_tokens": 1,
     "rollout.max_session_tokens": 2, "rollout.drain_s": 0, "rollout.lease_s": 1, "rollout.max_returns": 0,
-    "rollout.turn_deadline_s": 1, "rollout.pause_deadline_s": 1,
+    "rollout.min_p": 0, "rollout.turn_deadline_s": 1, "rollout.pause_deadline_s": 1, "rollout.max_staleness": 0,
+    "rollout.max_open_groups": 0,
     "session_server.count": 1, "session_server.ttl_s": 1, "session_server.max_body_bytes": 1024,
     "session_server.max_session_bytes": 1024, "session_server.max_open_sessions": 1,
+    "session_server.max_connections": 1, "session_server.health_port": 0,
     "router.health_interval_s": 0.05,
     "environment.workers": 1, "environment.concurrency": 1,
     "evaluation.every": 0, "evaluation.groups": 0, "evaluation.group_size": 1, "evaluation.temperature": 0,
+    "evaluation.stop_at": 0,
     "checkpoint.every": 1, "checkpoint.keep": 1,
     "weights.bucket_bytes": 1, "weights.deadline_s": 1,
     "ray.num_cpus": 1, "ray.object_store_mb": 76,
 }  # fmt: skip
 """Smallest value of each number. Ray refuses an object store of 75 MB or less."""
 
-_BELOW_ONE = ("trainer.beta1", "trainer.beta2", "engine.mem_fraction_static")
+_BELOW_ONE = ("trainer.beta1", "trainer.beta2", "engine.mem_fraction_static", "rollout.min_p")
 RESERVED_ENVIRONMENT = {"SEGUE_BASE_URL", "SEGUE_CONCURRENCY", "SEGUE_WORKER", "SEGUE_WORKER_TOKEN"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _GROUP_ADVANTAGES = ("group_normalised", "group_centred")
@@ -93,6 +103,7 @@ def _check_ranges(config: Config) -> None:
 def _contradictions(config: Config) -> Iterator[str]:
     yield from _sizes(config)
     yield from _training(config)
+    yield from _sampling(config)
     yield from _deadlines(config)
     yield from _ports(config)
     for name in sorted(config.environment.env.keys() & RESERVED_ENVIRONMENT):
@@ -132,6 +143,9 @@ def _training(config: Config) -> Iterator[str]:
             f"rollout.temperature = {rollout.temperature} gives no log-probs to train on: set it above 0 "
             "(evaluation.temperature may be 0)"
         )
+    for key, name, known in (("loss", trainer.loss, LOSSES), ("advantage", trainer.advantage, ADVANTAGES)):
+        if name not in known:
+            yield f"trainer.{key} = {name!r} is not known: choose one of {', '.join(known)}"
     if trainer.advantage in _GROUP_ADVANTAGES and rollout.group_size < 2:
         yield (
             f'trainer.advantage = "{trainer.advantage}" compares the members of a group, but rollout.group_size = '
@@ -142,12 +156,36 @@ def _training(config: Config) -> Iterator[str]:
             f"trainer.minibatches = {trainer.minibatches} is more than the samples of a step (rollout.groups_per_step "
             f"x rollout.group_size = {rollout.groups_per_step * rollout.group_size}): lower it"
         )
+    if 0 < rollout.max_open_groups < rollout.groups_per_step:
+        yield (
+            f"rollout.max_open_groups = {rollout.max_open_groups} is less than rollout.groups_per_step = "
+            f"{rollout.groups_per_step}, so no batch would ever be whole: raise the first (0: no bound)"
+        )
     if trainer.clip_low >= 1:
         yield f"trainer.clip_low = {trainer.clip_low} allows ratios below 0: set it below 1"
     if evaluation.every and not evaluation.groups:
         yield (
             f"evaluation.every = {evaluation.every} but evaluation.groups = 0 has nothing to play: "
             "set evaluation.groups to 1 or more, or evaluation.every to 0"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    """What a run that cuts its sampling needs, so that the trainer can replay it."""
+    rollout = config.rollout
+    if not 0 < rollout.top_p <= 1:
+        yield f"rollout.top_p = {rollout.top_p} keeps nothing or more than there is: set it above 0 and at most to 1"
+    if not truncates(rollout):
+        return
+    if not 1 < rollout.top_k <= MAX_MASK_TOKENS:
+        yield (
+            f"rollout.top_k = {rollout.top_k} does not bound how many tokens are recorded as kept: with "
+            f"rollout.top_p < 1, rollout.min_p > 0 or rollout.top_k set, it must be 2 to {MAX_MASK_TOKENS}"
+        )
+    if config.trainer.kind not in RENORMALISING_TRAINERS:
+        yield (
+            f'trainer.kind = "{config.trainer.kind}" normalises over the whole vocabulary and would train ratios of '
+            "two different distributions: set rollout.top_p = 1, rollout.top_k = -1 and rollout.min_p = 0"
         )
 
 

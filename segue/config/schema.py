@@ -89,11 +89,25 @@ class Trainer(Section, frozen=True):
 
 
 class Rollout(Section, frozen=True):
+    mode: Literal["colocated", "one_step_async", "fully_async"] = "colocated"
+    """colocated: engines pause while the trainer works. one_step_async: the next batch is sampled meanwhile, by weights
+    one step old. fully_async: sampling never waits; samples older than max_staleness are dropped."""
+    max_staleness: int = 1
+    """fully_async: versions that the oldest token of a sample may lie behind the weights that train on it."""
+    max_open_groups: int = 0
+    """Training groups that may be admitted and not yet complete or dropped; 0: no bound of its own."""
+    drop_uniform: bool = False
+    """Drop groups whose members all got the same reward (nothing to learn from), and admit others."""
     groups_per_step: int = 8
     group_size: int = 8
     extra_groups: int = 0
     """Groups admitted beyond groups_per_step; what is open when enough are complete goes on in the next step."""
     temperature: float = 1.0
+    top_p: float = 1.0
+    """Below 1, or with top_k or min_p set, training sessions sample from a cut distribution, and what each token was
+    chosen from is recorded with it. top_k must then be finite, because it bounds what is recorded."""
+    top_k: int = -1
+    min_p: float = 0.0
     max_turn_tokens: int = 256
     """Upper bound and default of a turn's max_tokens."""
     max_session_tokens: int = 4096
@@ -155,6 +169,8 @@ class Evaluation(Section, frozen=True):
     """Held-out tasks of one evaluation, each played `group_size` times."""
     group_size: int = 1
     temperature: float = 1.0
+    stop_at: float = 0.0
+    """End the run after the first evaluation whose mean reward reaches this; 0: never."""
 
 
 class Checkpoint(Section, frozen=True):

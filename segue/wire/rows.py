@@ -151,7 +151,9 @@ class RowLedger:
 
     def joined(self, start: int) -> RowLedger:
         """The same rows, those from `start` on in one link; `start` must be where a link starts. Raises CodecError."""
-        stem = self._last
+        if self._last is None or self._last.start == start:
+            return self
+        stem: _Link | None = self._last
         while stem is not None and stem.end > start:
             stem = stem.before
         ledger = RowLedger(self.layers, self.top_k, self.experts, stem)

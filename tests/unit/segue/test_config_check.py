@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from segue.config.capabilities import MODES, TABLE, realise
+from segue.config.capabilities import ADVANTAGES, LOSSES, MODES, TABLE, realise
 from segue.config.check import AT_LEAST, check_config, check_start
 from segue.config.load import build
 from segue.config.model import check_model, read_model_facts
@@ -15,6 +15,7 @@ from segue.config.options import OPTIONS
 from segue.config.schema import Config
 from segue.errors import ConfigError
 from segue.ports import check_port, free_port
+from training import advantages, losses
 
 FAKE: dict[str, object] = {"engine.kind": "fake", "trainer.kind": "fake"}
 
@@ -32,7 +33,7 @@ def test_the_defaults_need_nothing_but_a_model() -> None:
 def test_every_number_has_a_smallest_value_or_is_checked_otherwise() -> None:
     elsewhere = {
         "engine.mem_fraction_static", "model.route_layers", "rollout.temperature",
-        "router.port", "session_server.port",
+        "rollout.top_k", "rollout.top_p", "router.port", "session_server.port",
     }  # fmt: skip
     numbers = {key for key, option in OPTIONS.items() if option.type in (int, float)}
     assert numbers == set(AT_LEAST) | elsewhere
@@ -48,11 +49,25 @@ def test_a_number_below_its_smallest_value_is_refused(key: str) -> None:
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"run__steps": 0}, "run.steps must be at least 1, not 0"),
     ({"trainer__lr": float("nan")}, "trainer.lr must be finite"),
+    ({"trainer__loss": "ppo"}, "trainer.loss = 'ppo' is not known: choose one of grpo"),
+    ({"trainer__advantage": "gae"}, "trainer.advantage = 'gae' is not known: choose one of group_centred, group_norm"),
+    ({"rollout__top_p": 0.0}, "rollout.top_p = 0.0 keeps nothing .* set it above 0 and at most to 1"),
+    ({"rollout__top_p": 0.9}, "rollout.top_k = -1 does not bound .* it must be 2 to 4096"),
+    ({"rollout__min_p": 0.1, "rollout__top_k": 5000}, "rollout.top_k = 5000 does not bound .* it must be 2 to 4096"),
+    ({"rollout__min_p": 1.0}, "rollout.min_p must be below 1"),
+    (
+        {"rollout__top_k": 20, "trainer__kind": "megatron", "model__path": "m"},
+        'trainer.kind = "megatron" normalises over the whole vocabulary .* set rollout.top_p = 1',
+    ),
     ({"rollout__lease_s": float("inf")}, "rollout.lease_s must be finite"),
     ({"trainer__beta2": 1.0}, "trainer.beta2 must be below 1"),
     ({"run__name": "a/b"}, "run.name 'a/b' must be"),
     ({"run__name": ".."}, "run.name"),
     ({"log__url": "http://x"}, "log.url .* must start with redis://"),
+    (
+        {"rollout__max_open_groups": 2, "rollout__groups_per_step": 3},
+        "rollout.max_open_groups = 2 is less than rollout.groups_per_step = 3",
+    ),
     ({"model__prepare": ("make",)}, "model.prepare is set but model.path is not: set model.path"),
     (
         {"rollout__max_turn_tokens": 4096},
@@ -214,3 +229,12 @@ def test_an_unusable_model_configuration_is_named(tmp_path: Path, text: str) -> 
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match="config.json is missing"):
         read_model_facts(tmp_path)
+
+
+def test_a_run_may_cut_its_sampling_within_what_an_engine_records() -> None:
+    assert check_config(make(rollout__top_k=20, rollout__top_p=0.9, rollout__min_p=0.05)) == ()
+
+
+def test_the_names_that_are_accepted_are_those_of_the_trainer() -> None:
+    assert (*LOSSES,) == losses.LOSSES.names()
+    assert (*ADVANTAGES,) == advantages.ADVANTAGES.names()
