@@ -65,26 +65,30 @@ class EngineClient:
     async def generate(
         self, url: str, request: GenerateRequest, on_progress: Callable[[list[int]], None] | None = None
     ) -> GenerateAnswer:
-        """One request part, whole. With `request.stream`, `on_progress` gets the output ids so far, as they come; if
-        the stream breaks, what had come is the answer, unfinished. Raises EngineUnavailable, EngineError."""
+        """One request part, whole, bounded by the caller. With `request.stream`, `on_progress` gets the output ids so
+        far, as they come, for `request_deadline_s` at most; if the stream breaks, what had come is the answer,
+        unfinished. Raises EngineUnavailable, EngineError."""
         body: bytes | bytearray
         if request.stream:
             body = await self._stream(url, request, on_progress)
         else:
-            status, body = await self._post(url, GENERATE_PATH, encode_request(request), self.request_deadline_s)
+            status, body = await self._post(url, GENERATE_PATH, encode_request(request))
             if status != 200:
                 raise error_of(status, body, url)
         return decode_answer(body, request, routes=self.routes)
 
     async def abort(self, url: str, rid: str) -> None:
         """Ask the engine to end the request; the request's own call returns what there is. Raises EngineUnavailable."""
-        await self._post(url, ABORT_PATH, encode_abort(rid), ABORT_DEADLINE_S)
-
-    async def _post(self, url: str, path: str, body: bytes, deadline_s: float) -> Answer:
         try:
-            async with asyncio.timeout(deadline_s):
-                return await self.connections.post(url, path, body)
-        except (TimeoutError, OSError) as error:
+            async with asyncio.timeout(ABORT_DEADLINE_S):
+                await self._post(url, ABORT_PATH, encode_abort(rid))
+        except TimeoutError as error:
+            raise EngineUnavailable(f"{url} does not answer an abort") from error
+
+    async def _post(self, url: str, path: str, body: bytes) -> Answer:
+        try:
+            return await self.connections.post(url, path, body)
+        except OSError as error:
             raise EngineUnavailable(f"{url}: {type(error).__name__} {error}".strip()) from error
 
     async def _stream(

@@ -21,6 +21,23 @@ SEQUENCED = (TurnCommitted, RewardRecorded, SessionFinished, SessionAbandoned, S
 """Facts that carry `expect`. A session's counter is the number of these in the log."""
 
 
+async def undisturbed[T](shared: asyncio.Future[T]) -> T:
+    """Wait for a future that others wait for too: cancelling this wait leaves it alone. What asyncio.shield does, at
+    a third of its cost, which a turn pays three times."""
+    mine: asyncio.Future[None] = shared.get_loop().create_future()
+
+    def wake(_: asyncio.Future[T]) -> None:
+        if not mine.done():
+            mine.set_result(None)
+
+    shared.add_done_callback(wake)
+    try:
+        await mine
+    finally:
+        shared.remove_done_callback(wake)
+    return shared.result()
+
+
 class Sequenced(Protocol):
     seq: int
 
@@ -62,7 +79,7 @@ class Facts:
 
     async def settled(self, written: asyncio.Future[Written]) -> Written:
         try:
-            return await asyncio.shield(written)
+            return written.result() if written.done() else await undisturbed(written)
         except SessionSeqError as error:
             raise RequestError(503, "server_error", f"another process owns this session now: {error}") from error
 

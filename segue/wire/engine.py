@@ -279,9 +279,12 @@ def _logprobs(request: GenerateRequest, output_ids: list[int], meta: _Meta) -> N
     entries = meta.output_token_logprobs or []
     if len(entries) != len(output_ids):
         raise _broken(request, f"{len(output_ids)} output ids, {len(entries)} log-probs")
-    if [entry[1] for entry in entries] != output_ids:
+    if not entries:
+        return np.empty(0, np.float32)
+    found, ids, _ = zip(*entries, strict=True)
+    if list(ids) != output_ids:
         raise _broken(request, "the log-probs belong to other tokens than output_ids")
-    values = np.array([entry[0] for entry in entries], np.float32)
+    values = np.array(found, np.float32)
     if not np.isfinite(values).all():
         where = int(np.flatnonzero(~np.isfinite(values))[0])
         raise _broken(request, f"the log-prob of output token {where} is {entries[where][0]}")

@@ -48,6 +48,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """All dtypes that may be in a frame. Booleans travel as uint8: a view of foreign bytes as bool is undefined."""
 
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""A dtype's own name is put together anew each time that it is asked for. Foreign byte orders are not here."""
 _MAGIC = b"SEGF"
 _PREFIX = struct.Struct("<4sI")
 _MAX_DIMENSIONS = 8
@@ -128,7 +130,8 @@ def encode_frame(kind: str, header: Mapping[str, JSON], arrays: Mapping[str, NDA
     parts: list[bytes | memoryview] = []
     end = 0
     for name, array in arrays.items():
-        dtype = DTYPES.get(array.dtype.name)
+        name_of_dtype = _NAMES.get(array.dtype) or array.dtype.name
+        dtype = DTYPES.get(name_of_dtype)
         if dtype is None or array.ndim > _MAX_DIMENSIONS:
             raise CodecError(
                 f"frame {kind}: array '{name}' is {array.dtype}{list(array.shape)}, which no frame can hold"
@@ -136,7 +139,7 @@ def encode_frame(kind: str, header: Mapping[str, JSON], arrays: Mapping[str, NDA
         raw = np.asarray(array, dtype=dtype, order="C")
         offset = _aligned(end)
         parts += (bytes(offset - end), raw.data)
-        described.append({"name": name, "dtype": dtype.name, "shape": raw.shape, "offset": offset})
+        described.append({"name": name, "dtype": name_of_dtype, "shape": raw.shape, "offset": offset})
         end = offset + raw.nbytes
     try:
         text = _HEADER.encode({"kind": kind, "version": VERSION, "fields": dict(header), "arrays": described}).encode()
