@@ -4,9 +4,13 @@
 controller therefore needs no memory of its own: it folds the log, and what is missing is asked for. Each command has a
 logical key, so asking again is a no-op. No clock, no randomness, no I/O, no environment.
 
-The synchronous loop, for each step k: open admission -> enough complete groups -> close admission -> take open turns
-off the engines -> pause them -> train -> sync weights -> resume -> next. Step numbers are pause numbers. An
-evaluation before or after steps is an admission of its own and needs no pause.
+The loop, for each step k: open admission -> enough complete groups -> close admission -> take open turns off the
+engines -> pause them -> train -> sync weights -> resume -> next. Step numbers are pause numbers. An evaluation before
+or after steps is an admission of its own and needs no pause. Three modes are rows of MODES: in the asynchronous ones
+training goes on beside the rollouts, and only the sync needs the pause.
+
+A rule that changes what a recorded run would decide gets a new DECIDE_VERSION and asks `state.decide_version`, so that
+old histories (tests/golden/histories) are re-decided on the branch they were made by.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from segue.events import engine, run, step, turn, weights, work
 from segue.events.base import Body
 from segue.state.run import EngineState, GroupState, RunState
 
-DECIDE_VERSION = 1
+DECIDE_VERSION = 2
+"""1: the synchronous loop. 2: the modes, filters and the early stop; a batch is in the order of its groups, whatever
+the order in which they were completed."""
 MAX_SYNC_FAILURES = 5
 """Syncs that may fail in a row before the run is given up."""
 
@@ -41,6 +47,30 @@ class Record:
 
 
 Decision = Issue | Record
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """pause_to_train: engines are paused while the trainer works (they share its memory). whole_batches: weights are
+    synced only between batches, so that a batch comes from one version."""
+
+    pause_to_train: bool
+    whole_batches: bool
+
+    def batches_ahead(self, state: RunState, k: int) -> int:
+        """How many batches may be admitted beyond the one that is collected or trained as step k."""
+        if self.pause_to_train:
+            return 0
+        if self.whole_batches:
+            return 1 if k in state.planned else 0
+        return state.config.rollout.max_staleness
+
+
+MODES: dict[str, Mode] = {
+    "colocated": Mode(pause_to_train=True, whole_batches=False),
+    "one_step_async": Mode(pause_to_train=False, whole_batches=True),
+    "fully_async": Mode(pause_to_train=False, whole_batches=False),
+}
 
 
 def decide(state: RunState) -> tuple[Decision, ...]:
@@ -66,11 +96,19 @@ def _asked(state: RunState, decision: Decision) -> bool:
 
 def _settle_groups(state: RunState) -> Iterable[Record]:
     """A group completes or is dropped whole; an evaluation's group counts the members that made it."""
+    stale = _stale_groups(state)
+    for group in stale:
+        reason = f"stale: sampled by version {group.oldest_version}, the trainer holds {state.version}"
+        yield Record(work.GroupDropped("train", group.group, reason))
     for group in state.unsettled.values():
+        if group in stale:
+            continue
         purpose, size = _purpose(group), _group_size(state, group.purpose)
         reasons = "; ".join(f"member {m}: {why}" for m, why in sorted(group.failed.items()))
         if group.failed and purpose == "train":
             yield Record(work.GroupDropped(purpose, group.group, reasons))
+        elif _teaches_nothing(state, group):
+            yield Record(work.GroupDropped(purpose, group.group, "filtered: all members have the same reward"))
         elif len(group.samples) + len(group.failed) >= size:
             ids = tuple(group.samples[m].sample_id for m in sorted(group.samples))
             yield (
@@ -78,6 +116,24 @@ def _settle_groups(state: RunState) -> Iterable[Record]:
                 if ids
                 else Record(work.GroupDropped(purpose, group.group, reasons))
             )
+
+
+def _stale_groups(state: RunState) -> list[GroupState]:
+    """Training groups, complete or not, with a sample that is older than the bound by now. Checked whenever the
+    trainer's version moves and again before a batch is taken; admission keeps to the same bound beforehand."""
+    if state.config.rollout.mode != "fully_async":
+        return []
+    oldest = state.version - state.config.rollout.max_staleness
+    open_groups = [group for group in state.unsettled.values() if group.purpose == "train"]
+    return [g for g in (*state.trainable.values(), *open_groups) if g.samples and g.oldest_version < oldest]
+
+
+def _teaches_nothing(state: RunState, group: GroupState) -> bool:
+    """A complete training group whose members all got one reward: its advantages are zero."""
+    rollout = state.config.rollout
+    if not rollout.drop_uniform or group.purpose != "train" or len(group.samples) < rollout.group_size:
+        return False
+    return len({member.reward for member in group.samples.values()}) == 1
 
 
 def _purpose(group: GroupState) -> Literal["train", "eval"]:
@@ -91,19 +147,27 @@ def _group_size(state: RunState, purpose: str) -> int:
 def _next(state: RunState) -> Iterable[Decision]:
     if not _ready(state):
         return
-    k = state.step + 1
-    cycle = _open_cycle(state)
+    mode = MODES[state.config.rollout.mode]
+    cycle = _open_cycle(state, mode)
     if cycle:
-        yield from _pause_train_sync_resume(state, cycle)
+        yield from _saga(state, mode, cycle)
         return
     yield from _sync_strays(state)
+    k, last = state.step + 1, _last_step(state)
     if _evaluation_due(state, k - 1) and (k - 1) not in state.evaluations:
         yield from _evaluate(state, k - 1)
         return
-    if k > state.config.run.steps:
-        yield from _finish(state)
+    if k > last:
+        yield from _finish(state, last)
         return
-    yield from _roll_out(state, k)
+    yield from _roll_out(state, mode, k)
+
+
+def _last_step(state: RunState) -> int:
+    """The step after which the run ends: the last one, or the first whose evaluation was good enough."""
+    goal = state.config.evaluation.stop_at
+    good = [e.step for e in state.evaluations.values() if goal and e.reward_mean >= goal]
+    return min([state.config.run.steps, *good])
 
 
 def _ready(state: RunState) -> bool:
@@ -116,31 +180,43 @@ def _ready(state: RunState) -> bool:
     )
 
 
-def _open_cycle(state: RunState) -> int:
-    """The step whose pause has begun and is not over, or 0."""
+def _open_cycle(state: RunState, mode: Mode) -> int:
+    """The step whose pause has begun and is not over (or, where training needs none, is due), or 0."""
     k = state.step
-    if work.CloseAdmission(k + 1).logical_key() in state.asked:
+    if mode.pause_to_train and _was_asked(state, work.CloseAdmission(k + 1)):
         return k + 1
     if k and any(e.paused or state.resumed.get(e.engine_id, 0) < k for e in state.up_engines()):
         return k
     return 0
 
 
-def _pause_train_sync_resume(state: RunState, k: int) -> Iterable[Decision]:
-    """The saga of step k, in the one order; each stage is entered when the facts of the one before are there."""
+def _was_asked(state: RunState, command: Body) -> bool:
+    return command.logical_key() in state.asked
+
+
+def _saga(state: RunState, mode: Mode, k: int) -> Iterable[Decision]:
+    """The pause of step k, in the one order; each stage is entered when the facts of the one before are there."""
     rollout = state.config.rollout
+    if not mode.pause_to_train and not _was_asked(state, work.CloseAdmission(k)):
+        if mode.whole_batches and k < _last_step(state) and len(state.trainable) < rollout.groups_per_step:
+            yield from _admit(state, mode, k)  # the next batch is not whole yet: the old weights finish it
+            return
+        yield Issue(work.CloseAdmission(k), tuple(state.admission_services()))
+        return
     if any(state.pause_closed.get(s, 0) < k for s in state.admission_services()):
         return
     if _cuts_turns(state) and state.open_requests:
         targets = tuple(f"session-{i}" for i in range(state.session_servers))
         yield Issue(turn.AbortTurns(k, rollout.partial, rollout.drain_s), targets)
         return
-    if k not in state.finished:
+    if k not in state.finished or not mode.pause_to_train:
         waiting = [e for e in state.up_engines() if state.pause_done.get(e.engine_id, 0) < k]
         for e in waiting:
             yield Issue(engine.PauseEngines(k, e.engine_id, rollout.pause_mode), (e.engine_id,))
-        if not waiting and state.trainer is not None:
-            yield _train(state, k)
+        if waiting:
+            return
+    if k not in state.finished:
+        yield _train(state, k)
         return
     stale = _stale_engines(state)
     if stale:
@@ -159,13 +235,14 @@ def _cuts_turns(state: RunState) -> bool:
 
 
 def _train(state: RunState, k: int) -> Issue:
-    assert state.trainer is not None
     groups = list(state.trainable.values())[: state.config.rollout.groups_per_step]
+    if state.decide_version >= 2:  # one batch has one order, however its groups raced each other
+        groups.sort(key=lambda group: group.group)
     samples = [group.samples[member] for group in groups for member in sorted(group.samples)]
     command = step.TrainStep(
         lineage=state.lineage,
         step=k,
-        version=state.trainer.version,
+        version=state.version,
         sample_ids=tuple(s.sample_id for s in samples),
         frame_digests=tuple(s.frame_digest for s in samples),
         seed=state.config.run.seed * 1_000_003 + k,
@@ -199,7 +276,7 @@ def _sync_strays(state: RunState) -> Iterable[Decision]:
 
 
 def _checkpoint(state: RunState, k: int) -> Iterable[Decision]:
-    due = k % state.config.checkpoint.every == 0 or k == state.config.run.steps
+    due = k % state.config.checkpoint.every == 0 or k == _last_step(state)
     if due and k not in state.checkpoints:
         yield Issue(step.SaveCheckpoint(state.lineage, k), ("trainer",))
 
@@ -232,12 +309,25 @@ def _evaluate(state: RunState, after_step: int) -> Iterable[Decision]:
         yield _open(state, "eval", after_step, first, end, evaluation.group_size)
 
 
-def _roll_out(state: RunState, k: int) -> Iterable[Decision]:
+def _roll_out(state: RunState, mode: Mode, k: int) -> Iterable[Decision]:
+    """Collect the batch of step k; where training needs no pause, train it and collect the next one meanwhile."""
+    if k not in state.planned and len(state.trainable) >= state.config.rollout.groups_per_step:
+        if mode.pause_to_train:
+            yield Issue(work.CloseAdmission(k), tuple(state.admission_services()))
+            return
+        yield _train(state, k)
+    yield from _admit(state, mode, k)
+
+
+def _admit(state: RunState, mode: Mode, k: int) -> Iterable[Issue]:
+    """Training groups up to where the mode, the staleness bound and the budget of open groups allow."""
     rollout = state.config.rollout
-    if len(state.trainable) >= rollout.groups_per_step:
-        yield Issue(work.CloseAdmission(k), tuple(state.admission_services()))
-        return
-    end = k * rollout.groups_per_step + rollout.extra_groups + state.dropped
+    batches = k + mode.batches_ahead(state, k)
+    if not mode.pause_to_train:
+        batches = min(batches, _last_step(state))
+    end = batches * rollout.groups_per_step + rollout.extra_groups + state.dropped
+    if rollout.max_open_groups:
+        end = min(end, state.settled_train + rollout.max_open_groups)
     admission = state.admission
     current = admission is not None and admission.purpose == "train" and admission.step == k
     if not current or state.admitted_end.get("train", 0) < end:
@@ -249,8 +339,7 @@ def _open(state: RunState, purpose: Literal["train", "eval"], k: int, first: int
     return Issue(work.OpenAdmission(number, purpose, k, first, end, size), tuple(state.admission_services()))
 
 
-def _finish(state: RunState) -> Iterable[Decision]:
-    last = state.config.run.steps
+def _finish(state: RunState, last: int) -> Iterable[Decision]:
     yield from _checkpoint(state, last)
     if last in state.checkpoints:
         yield Record(run.RunStopped("completed", f"{last} steps"))

@@ -44,6 +44,11 @@ class GroupState:
     completed_at: int = 0
     """Position of GroupCompleted, 0 if it is open or was dropped."""
 
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled any token of its samples; there must be one."""
+        return min(member.oldest_version for member in self.samples.values())
+
 
 @dataclass(slots=True)
 class TrainerState:
@@ -79,6 +84,8 @@ class RunState:
     """Complete training groups that belong to no step yet, in order of completion."""
     dropped: int = 0
     """Training groups dropped so far."""
+    settled_train: int = 0
+    """Training groups completed or dropped so far."""
     open_requests: dict[str, str] = field(default_factory=dict)
     """request id -> session server that sent it."""
     asked: set[str] = field(default_factory=set)
@@ -104,6 +111,11 @@ class RunState:
     def step(self) -> int:
         """The last finished step, 0 before the first."""
         return max(self.finished, default=0)
+
+    @property
+    def version(self) -> int:
+        """Of the trainer's weights, 0 before it is there."""
+        return self.trainer.version if self.trainer is not None else 0
 
     def up_engines(self) -> list[EngineState]:
         return [e for _, e in sorted(self.engines.items()) if e.up]
@@ -214,6 +226,7 @@ def _(s: RunState, b: work.GroupCompleted, e: Recorded) -> None:
     s.unsettled.pop((b.purpose, b.group), None)
     if b.purpose == "train":
         s.trainable[b.group] = group
+        s.settled_train += 1
 
 
 @_on(work.GroupDropped)
@@ -223,6 +236,8 @@ def _(s: RunState, b: work.GroupDropped, e: Recorded) -> None:
     s.unsettled.pop((b.purpose, b.group), None)
     if b.purpose == "train":
         s.dropped += 1
+        # A complete group that grew stale was counted when it was completed.
+        s.settled_train += s.trainable.pop(b.group, None) is None
 
 
 @_on(sample.SampleReady)

@@ -121,13 +121,17 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     # --- what belongs to a dead process does not run -------------------------------------------------------------
 
-    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Any:
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> Any:
         process = _PROCESS.get() if context is None else context.get(_PROCESS)
         if process is None:
             return super().call_soon(callback, *args, context=context)
         return super().call_soon(_while_alive, process, callback, *args, context=context)
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Any:
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> Any:
         process = _PROCESS.get() if context is None else context.get(_PROCESS)
         if process is None:
             return super().call_at(when, callback, *args, context=context)
@@ -163,9 +167,9 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     # --- threads ------------------------------------------------------------------------------------------------
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor[*Ts, T](self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Done at once, on this thread."""
-        done = self.create_future()
+        done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
         except Exception as error:

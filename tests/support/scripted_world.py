@@ -123,8 +123,9 @@ class World:
     def finish(self, purpose: str, group: int, member: int) -> None:
         name = f"{purpose}-{group}-{member}"
         ready = sample.SampleReady(
-            name, name, f"s-{name}", purpose, group, member, 0.5, 10, 4, 2, 0, 0, 0, Bulk("d" * 64, 10), f"f-{name}"
-        )
+            name, name, f"s-{name}", purpose, group, member, 0.5, 10, 4, 2, 0, self.version, self.version,
+            Bulk("d" * 64, 10), f"f-{name}",
+        )  # fmt: skip
         self.append(ready)
 
     def names(self) -> list[str]:
