@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Wall-clock limits per example fail on a busy machine and prove nothing; each test has pytest's own timeout.
 settings.register_profile("segue", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("segue")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("segue", "how thorough the trials are (make chaos, make soak)")
+    group.addoption("--every-event", action="store_true", help="kill every part at every event of the simulated run")
+    group.addoption("--simulated-days", type=int, default=1, help="seeds of the simulated day that are played")

@@ -77,6 +77,13 @@ class Process:
         self._sockets.append(one)
 
 
+async def die_if_killed() -> None:
+    """Never returns in a process that is dead: what it was about to do next does not happen."""
+    process = _PROCESS.get()
+    if process is not None and process.dead:
+        await asyncio.get_running_loop().create_future()
+
+
 class _Jump(selectors.DefaultSelector):
     """Asks the real selector without waiting; where nothing is ready, time moves on instead."""
 

@@ -31,7 +31,7 @@ from segue.config.schema import R3, Checkpoint, Config, Engine, Evaluation, Mode
 from segue.errors import EngineError
 from segue.events import Recorded, run
 from segue.log import EventLog, MemoryLog, Writer
-from segue.testing.simulation import Process, SimulatedLoop
+from segue.testing.simulation import Process, SimulatedLoop, die_if_killed
 from session_server.app import serve as serve_sessions
 
 TURNS = 2
@@ -129,6 +129,7 @@ class SimulatedRun:
         async def append(batch: Any) -> Any:
             answers = await inner(batch)
             made._tell(await log.tail())
+            await die_if_killed()
             return answers
 
         log.append = append  # type: ignore[method-assign]
@@ -185,7 +186,7 @@ class SimulatedRun:
     async def finished(self, deadline_s: float = 3600.0) -> list[Recorded]:
         """All events, once RunStopped stands in the log; simulated seconds."""
         async with asyncio.timeout(deadline_s):
-            while not await self.stopped():  # noqa: ASYNC110 - time is simulated
+            while not await self.stopped():
                 await asyncio.sleep(0.25)
         return await self.events()
 
