@@ -148,8 +148,8 @@ class FakeEngine:
             raise ValueError("stop strings need a tokenizer.json in the model folder")
         if not 0 <= body.get("routed_experts_start_len", 0) <= len(ids):
             raise ValueError(f"routed_experts_start_len must be in [0, {len(ids)}]")
-        if body.get("return_sampling_mask") and sampling.temperature > 0 and sampling.top_k <= 1:
-            raise ValueError("return_sampling_mask needs a finite top_k > 1 or temperature 0")
+        if body.get("return_sampling_mask") and sampling.temperature > 0 and sampling.top_k < 1:
+            raise ValueError("return_sampling_mask needs a finite top_k or temperature 0")
         if self.released:
             raise ValueError(f"memory is released: {sorted(self.released)}")
         states = [model.state_of([ids[0]])]
