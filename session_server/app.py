@@ -23,6 +23,7 @@ from segue.wire.engine import RouteShape
 from segue.wire.rows import RowLedger
 from session_server.asks import Asks
 from session_server.auth import Tokens
+from session_server.budget import Budget
 from session_server.commands import Commands
 from session_server.connections import Guard, listen
 from session_server.endings import Endings
@@ -106,17 +107,20 @@ def _compose(
         empty_rows = RowLedger(shape.layers, shape.top_k, shape.experts)
     engines = EngineClient(http, Connections(), config.engine.request_deadline_s, routes)
     router = RouterClient(http, ctx.endpoints.router_url, ctx.endpoints.worker_token)
-    blobs, gate, running, sessions = BlobStore(ctx.blob_dir), Gate(), Running(), Sessions()
+    blobs, gate, running = BlobStore(ctx.blob_dir), Gate(), Running()
+    sessions = Sessions(Budget(config.session_server.max_memory_bytes), config.session_server.max_open_sessions)
     if fold.closed_pause is not None:
         gate.close(fold.closed_pause)
         for engine_id in fold.resumed:
             gate.resumed(engine_id, fold.closed_pause)
-    turns = Turns(config, clock, facts, blobs, engines, router, gate, running, family, tasks.spawn, empty_rows)
+    turns = Turns(
+        config, clock, facts, blobs, engines, router, gate, running, family, tasks.spawn, empty_rows, sessions.budget
+    )
     endings = Endings(facts, blobs, sessions, fold.work, router, family, tasks.spawn)
     server = Server(
-        ctx, index, clock, facts, http, router, sessions, fold.work, gate, running, family, Asks(config, family),
-        turns, endings, Tokens(ctx.endpoints.admin_token, ctx.endpoints.worker_token), Metrics(),
-        feed, heart, liveness_url,
+        ctx, index, clock, facts, http, router, sessions, fold.work, gate, running, family,
+        Asks(config, family, sessions.budget), turns, endings,
+        Tokens(ctx.endpoints.admin_token, ctx.endpoints.worker_token), Metrics(), feed, heart, liveness_url,
     )  # fmt: skip
     return server, Restore(config, clock, facts, blobs, sessions, engines, endings, empty_rows), engines
 
@@ -164,6 +168,8 @@ async def _sweep(server: Server) -> None:
             if not session.ending:
                 await server.endings.expire(session, "deadline" if session.lease_attempt >= 0 else "time to live")
         server.metrics.sessions.set(len(live))
+        server.metrics.held.set(server.sessions.budget.held_bytes)
+        server.metrics.spilled.set(server.sessions.budget.spilled_bytes)
         server.metrics.running.set(len(server.running))
 
 

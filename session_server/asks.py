@@ -12,6 +12,7 @@ import numpy as np
 from segue.config.schema import Config
 from segue.errors import RequestError
 from session_server.attempt import Ask, Attempt
+from session_server.budget import Budget
 from session_server.dialect import TurnBody
 from session_server.families import Generic
 from session_server.graph import Delivered, Node
@@ -59,6 +60,7 @@ def find_earlier(session: Session, marks: Marks) -> Node | Attempt | None:
 class Asks:
     config: Config
     family: Generic
+    budget: Budget
 
     def chat(self, session: Session, body: TurnBody, marks: Marks) -> Ask:
         """Raises RequestError 400 (does not fit, or the template refuses), 409 (on_length), 429 (bytes held)."""
@@ -113,6 +115,7 @@ class Asks:
         return min(sampling.max_new_tokens or most, most)
 
     def _check_room(self, session: Session) -> None:
+        self.budget.check()
         limit = self.config.session_server.max_session_bytes
         if session.bytes_held > limit:
             raise RequestError(429, "rate_limit_error", f"the session holds more than {limit} bytes")

@@ -51,7 +51,7 @@ async def open_session(server: Server, request: web.Request) -> web.StreamRespon
         if session_id in server.sessions.live or server.sessions.tombstone(session_id) is not None:
             server.sessions.get(session_id)
             return json_response({"session_id": session_id, "token": None, "base_url": base_url(server, session_id)})
-    if len(server.sessions.live) >= server.ctx.config.session_server.max_open_sessions:
+    if server.sessions.full:
         raise RequestError(429, "rate_limit_error", "too many sessions are open")
     session_id = session_id or server.own_session_id()
     token, digest = server.session_token(session_id)

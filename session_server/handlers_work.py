@@ -29,7 +29,7 @@ async def lease(server: Server, request: web.Request) -> web.StreamResponse:
     server.tokens.require_worker(request.headers)
     body = parse_object(await body_of(request) or b"{}")
     wait_s = float(number(body, "wait_s", 0.0, 0.0, MAX_WAIT_S))
-    if len(server.sessions.live) >= server.ctx.config.session_server.max_open_sessions:
+    if server.sessions.full:
         raise RequestError(429, "rate_limit_error", "too many sessions are open")
     worker = body.get("worker", "")
     if not isinstance(worker, str) or len(worker) > MAX_WORKER_NAME:

@@ -22,6 +22,8 @@ class Metrics:
         self.forwarded = Counter("segue_session_forwarded", "Requests for another server", registry=self.registry)
         self.leases = Counter("segue_session_leases", "Rollouts leased", registry=self.registry)
         self.sessions = Gauge("segue_session_open", "Sessions that are open", registry=self.registry)
+        self.held = Gauge("segue_session_held_bytes", "Committed turns in memory", registry=self.registry)
+        self.spilled = Gauge("segue_session_spilled_bytes", "Route rows out of memory", registry=self.registry)
         self.running = Gauge("segue_session_running_requests", "Requests at engines", registry=self.registry)
 
     def render(self) -> bytes:

@@ -163,7 +163,7 @@ def node_bytes(found: Node) -> int:
     if found.rows is not None:
         before = found.parent.rows.total if found.parent is not None and found.parent.rows is not None else 0
         width = found.rows.layers * found.rows.top_k * row_dtype(found.rows.experts).itemsize
-        size += (found.rows.total - before) * width
+        size += (found.rows.total - before) * (width + 1)  # with its provenance
     return size
 
 

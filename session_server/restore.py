@@ -110,7 +110,7 @@ class Restore:
         for fact, wall_s in found.turns:
             node = await record.restore(fact, session.graph, self.blobs, comparison, self.empty_rows, int(wall_s))
             session.graph.add(node)
-            session.bytes_held += record.node_bytes(node)
+            self.sessions.budget.grow(session, node, record.node_bytes(node))
         return session
 
 

@@ -16,6 +16,7 @@ from segue.errors import RequestError
 from segue.events.sample import RewardRecorded
 from segue.events.session import SessionOpened
 from segue.log.writer import Written
+from session_server.budget import Budget
 from session_server.graph import Graph
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class Session:
     """How it ends, from the moment that this is decided."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     bytes_held: int = 0
+    """Of its committed turns, wherever they lie."""
+    bytes_spilled: int = 0
+    """Of these, route rows that are not in memory."""
+    nodes_spilled: int = 0
+    """So many of the graph's nodes, from the first on, have no rows in memory that could leave it."""
     lease_attempt: int = -1
     """Number of the lease it was opened by, -1 without one."""
 
@@ -71,15 +77,23 @@ class Tombstone:
 class Sessions:
     """Sessions of this server by id, and the tombstones of the last MAX_TOMBSTONES."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget, max_open: int) -> None:
+        self.budget, self._max_open = budget, max_open
         self.live: dict[str, Session] = {}
         self._gone: OrderedDict[str, Tombstone] = OrderedDict()
+
+    @property
+    def full(self) -> bool:
+        """There is no room for one more."""
+        return len(self.live) >= self._max_open or self.budget.exceeded
 
     def add(self, session: Session) -> None:
         self.live[session.session_id] = session
 
     def bury(self, session_id: str, tombstone: Tombstone) -> None:
         session = self.live.pop(session_id, None)
+        if session is not None:
+            self.budget.release(session)
         self._gone[session_id] = tombstone
         while len(self._gone) > MAX_TOMBSTONES:
             self._gone.popitem(last=False)

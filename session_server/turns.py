@@ -26,6 +26,7 @@ from segue.wire.rows import RowLedger
 from session_server import record
 from session_server.answers import stop_over_seam
 from session_server.attempt import Ask, Attempt
+from session_server.budget import Budget
 from session_server.engine_client import Assignment, EngineClient, RouterClient, assign_until
 from session_server.facts import Facts
 from session_server.families import Generic
@@ -64,6 +65,7 @@ class Turns:
     family: Generic
     spawn: Spawn
     empty_rows: RowLedger | None
+    budget: Budget
 
     def start(self, ask: Ask) -> Attempt:
         """Begin to generate; whoever wants the answer awaits `done` (shielded)."""
@@ -220,7 +222,7 @@ class Turns:
         part.closed = True
         written = self.facts.submit(fact, session=ask.session)
         node = record.node(commit, int(self.clock.wall_s()))
-        written.add_done_callback(lambda done: _add(ask, node, done))
+        written.add_done_callback(lambda done: self._add(ask, node, done))
         await self.facts.settled(written)
         return node
 
@@ -277,9 +279,8 @@ class Turns:
         except EngineError as error:
             _logger.warning("abort of %s: %s", request.request_id, error)
 
-
-def _add(ask: Ask, node: Node, written: asyncio.Future[Written]) -> None:
-    """The fact stands in the log: the node is part of the graph, whether or not anybody still waits for it."""
-    if not written.cancelled() and written.exception() is None:
-        ask.session.graph.add(node)
-        ask.session.bytes_held += record.node_bytes(node)
+    def _add(self, ask: Ask, node: Node, written: asyncio.Future[Written]) -> None:
+        """The fact stands in the log: the node is part of the graph, whether or not anybody still waits for it."""
+        if not written.cancelled() and written.exception() is None:
+            ask.session.graph.add(node)
+            self.budget.grow(ask.session, node, record.node_bytes(node))

@@ -137,6 +137,8 @@ class SessionServer(Section, frozen=True):
     on_length: Literal["extend", "refuse"] = "extend"
     max_body_bytes: int = 16 * 1024 * 1024
     max_session_bytes: int = 256 * 1024 * 1024
+    max_memory_bytes: int = 8 * 1024**3
+    """Of each server's committed turns; beyond it route rows move to the blob store, and new sessions wait."""
     max_open_sessions: int = 20_000
     max_connections: int = 32_768
     health_port: int = 0
