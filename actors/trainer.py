@@ -26,11 +26,12 @@ from actors.engines.http import EngineControl
 from segue.blobs import BlobStore
 from segue.boot import RunContext
 from segue.config import Config
+from segue.config.capabilities import RENORMALISING_TRAINERS
 from segue.errors import ConfigError, EngineError, SegueError, TrainerError
 from segue.events import engine, run, step, weights
 from segue.ids import fresh_id
 from segue.log import Delivery, EventLog, Writer
-from segue.wire.sample import Sample, sample_from_frame
+from segue.wire.sample import Sample, samples_from_bundle
 from training import weight_sync
 from training.protocol import StepResult, TrainerOptions, TrainerProtocol
 from training.weight_sync.checksums import expected_checksums, prove_equal
@@ -188,7 +189,7 @@ class TrainerActor:
     async def _execute(self, plan: step.StepPlanned, writer: Writer) -> None:
         """Train one planned step; used for the first execution and for re-execution alike."""
         started_wall_s, began_s = time.time(), time.monotonic()
-        samples = [await self._sample(digest) for digest in plan.frame_digests]
+        samples = [sample for digest in plan.frame_digests for sample in await self._samples(digest)]
         before = self.version
 
         def work() -> StepResult:
@@ -202,8 +203,10 @@ class TrainerActor:
         )  # fmt: skip
         await writer.append(fact)
 
-    async def _sample(self, digest: str) -> Sample:
-        return sample_from_frame(await asyncio.to_thread(self.blobs.get, digest))
+    async def _samples(self, digest: str) -> list[Sample]:
+        """Those of one rollout. A mask is refused to a trainer that would not use it."""
+        masks = self.ctx.config.trainer.kind in RENORMALISING_TRAINERS
+        return samples_from_bundle(await asyncio.to_thread(self.blobs.get, digest), with_mask=masks)
 
     async def _sync(self, delivery: Delivery, body: weights.SyncWeights, writer: Writer) -> None:
         """Load the current weights into all engines named; a failure half way tears every one of them."""

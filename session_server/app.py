@@ -38,6 +38,7 @@ from session_server.metrics import Metrics
 from session_server.model_text import ModelText
 from session_server.pause import Gate, Running
 from session_server.restore import Restore
+from session_server.selection import Steps
 from session_server.server import Server, Tasks, service_name
 from session_server.sessions import Sessions
 from session_server.surface import application
@@ -116,7 +117,8 @@ def _compose(
     turns = Turns(
         config, clock, facts, blobs, engines, router, gate, running, family, tasks.spawn, empty_rows, sessions.budget
     )
-    endings = Endings(facts, blobs, sessions, fold.work, router, family, tasks.spawn)
+    steps = Steps.load(config.session_server.select_leaves, config.session_server.finish_samples)
+    endings = Endings(facts, blobs, sessions, fold.work, router, family, tasks.spawn, steps)
     server = Server(
         ctx, index, clock, facts, http, router, sessions, fold.work, gate, running, family,
         Asks(config, family, sessions.budget), turns, endings,

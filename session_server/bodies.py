@@ -126,6 +126,8 @@ class SessionView(Struct, kw_only=True):
 
 class SamplesQuery(_Body):
     max_seq_len: Count | None = None
+    masks: Literal["true", "false"] | None = None
+    """true: with the sampling masks, if the run cuts its sampling."""
 
 
 class EventsQuery(_Body):

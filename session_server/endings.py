@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from segue.blobs import BlobStore
@@ -18,19 +18,18 @@ from segue.events import Bulk
 from segue.events.sample import RewardRecorded, SampleReady, SampleRejected
 from segue.events.session import SessionAbandoned, SessionExpired, SessionFinished
 from segue.events.work import RolloutReceived, RolloutReturned
-from segue.wire.sample import Sample, sample_to_frame
-from session_server.assemble import assemble, pick, total_reward
+from session_server.assemble import Assembled, assemble, sample_id_of, total_reward
 from session_server.engine_client import RouterClient
 from session_server.facts import Facts
 from session_server.families import Generic
-from session_server.graph import Node
+from session_server.selection import Steps
 from session_server.sessions import Session, Sessions, Tombstone
 from session_server.turns import Spawn
 from session_server.work import Work
 
 SETTLE_DEADLINE_S = 30.0
 THREAD_FROM_TOKENS = 2048
-"""Assembling less takes less time than a hand-over to a thread."""
+"""Assembling less takes less time than a hand-over to a thread, unless somebody else's code has a part in it."""
 _logger = logging.getLogger(__name__)
 
 
@@ -52,6 +51,7 @@ class Endings:
     router: RouterClient
     family: Generic
     spawn: Spawn
+    steps: Steps = field(default_factory=Steps)
 
     async def reward(self, session: Session, key: str, value: float, turn: int) -> None:
         """Record a reward once per key. Raises RequestError 409 for another value under a known key."""
@@ -162,15 +162,14 @@ class Endings:
             await asyncio.wait(tasks, timeout=SETTLE_DEADLINE_S)
 
     async def _outcome(self, session: Session, finished: SessionFinished) -> tuple[SampleReady | SampleRejected, int]:
-        leaf, rewards = pick(session.graph), list(session.rewards.values())
-        reward = total_reward(rewards)
+        reward = total_reward(session.rewards.values())
         try:
-            if leaf is None:
+            made = await self.assembled(session, reward or 0.0, self._metadata(session, finished), with_mask=True)
+            if made is None:
                 raise RequestError(200, "", "no committed turn that was delivered")
             if reward is None:
                 raise RequestError(200, "", "no reward")
-            metadata = self._metadata(session, finished)
-            return await self._ready(session, leaf, rewards, metadata, reward), 200
+            return await self._ready(session, *made, reward), 200
         except (RequestError, CodecError) as error:
             opened = session.opened
             status, reason = (error.status, error.message) if isinstance(error, RequestError) else (422, str(error))
@@ -186,28 +185,37 @@ class Endings:
             "append_only": "proved" if self.family.proved else "best effort",
         }  # fmt: skip
 
-    async def _ready(
-        self,
-        session: Session,
-        leaf: Node,
-        rewards: Sequence[RewardRecorded],
-        metadata: Mapping[str, str],
-        reward: float,
-    ) -> SampleReady:
-        def make() -> tuple[Sample, bytes]:
-            sample = assemble(session.opened, leaf, rewards, metadata, reward=reward)
-            return sample, sample_to_frame(sample)
+    async def assembled(
+        self, session: Session, reward: float, metadata: Mapping[str, str], *, with_mask: bool,
+        max_tokens: int | None = None,
+    ) -> tuple[Assembled, bytes] | None:  # fmt: skip
+        """What the session would give as it stands now, and its frame; None if no leaf trains. Changes nothing.
 
-        sample, data = await asyncio.to_thread(make) if leaf.total_tokens >= THREAD_FROM_TOKENS else make()
+        Raises RequestError 422 and CodecError, naming the token or row that makes it impossible.
+        """
+        graph, rewards = session.graph.snapshot(), list(session.rewards.values())
+
+        def make() -> tuple[Assembled, bytes] | None:
+            made = assemble(
+                session.opened, graph, rewards, metadata, reward=reward, max_tokens=max_tokens, steps=self.steps
+            )
+            return (made, made.frame(with_mask=with_mask)) if made is not None else None
+
+        small = sum(node.total_tokens for node in graph.nodes if not node.children) < THREAD_FROM_TOKENS
+        return make() if small and self.steps == Steps() else await asyncio.to_thread(make)
+
+    async def _ready(self, session: Session, made: Assembled, data: bytes, reward: float) -> SampleReady:
         # Never inline: the trainer finds a frame by its digest alone.
         frame = Bulk(await self.blobs.put_async(data), len(data))
-        path, versions = leaf.path(), sample.version_spans[:, 2]
+        opened, turns = session.opened, made.turns
+        versions = [version for node in turns for _, _, version in node.tokens.spans]
         return SampleReady(
-            sample_id=sample.sample_id, rollout_id=sample.rollout_id, session_id=sample.session_id,
-            purpose=session.opened.purpose, group=session.opened.group, member=sample.member, reward=reward,
-            tokens=len(sample.tokens), trained_tokens=int(sample.loss_mask.sum()), turns=len(path),
-            partial_turns=sum(node.parts > 1 for node in path), oldest_version=int(versions.min(initial=2**31 - 1)),
-            newest_version=int(versions.max(initial=0)), frame=frame, frame_digest=frame.digest,
+            sample_id=sample_id_of(opened.rollout_id), rollout_id=opened.rollout_id, session_id=opened.session_id,
+            purpose=opened.purpose, group=opened.group, member=opened.member, reward=reward,
+            tokens=sum(len(sample.tokens) for sample in made.samples),
+            trained_tokens=sum(int(sample.loss_mask.sum()) for sample in made.samples), turns=len(turns),
+            partial_turns=sum(node.parts > 1 for node in turns), oldest_version=min(versions, default=2**31 - 1),
+            newest_version=max(versions, default=0), frame=frame, frame_digest=frame.digest,
         )  # fmt: skip
 
     def _bury(self, session: Session, tombstone: Tombstone) -> Tombstone:

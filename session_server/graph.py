@@ -9,7 +9,7 @@ request attaches to the deepest node whose whole path of messages is a prefix of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -140,6 +140,14 @@ class Graph:
             best = max([*reached, *([best] if best else [])], key=lambda node: (node.total_tokens, node.order))
             reached = [c for node in reached for c in node.children if _tokens_follow(c, ids, node.total_tokens)]
         return best
+
+    def snapshot(self) -> Graph:
+        """A graph that later commits and deliveries do not reach; its nodes share tokens, messages and rows."""
+        copy = Graph()
+        for node in self.nodes:
+            parent = copy.by_id[node.parent.turn_id] if node.parent is not None else None
+            copy.add(replace(node, parent=parent, children=[]))
+        return copy
 
     def leaves(self) -> list[Node]:
         """Leaves that train, in commit order: all but those never delivered, and those passed over for a sibling.

@@ -11,11 +11,10 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from segue.errors import RequestError
+from segue.errors import CodecError, RequestError
 from segue.events.codec import Recorded, encode_body
 from segue.events.session import SessionOpened
-from segue.wire.sample import sample_to_frame
-from session_server.assemble import assemble, pick, total_reward
+from session_server.assemble import total_reward
 from session_server.bodies import EventsQuery, Finish, Finished, Opened, OpenSession, Reward, SamplesQuery, SessionView
 from session_server.dialect import parse_object
 from session_server.endings import FinishBody
@@ -203,15 +202,19 @@ async def samples(server: Server, request: web.Request, session: Session) -> web
     given = request.query.get("max_seq_len")
     if given is not None and _natural(given) < 1:
         raise invalid("'max_seq_len' must be a positive whole number", "max_seq_len")
-    leaf = pick(session.graph)
-    if leaf is None:
+    masks = request.query.get("masks", "false")
+    if masks not in ("true", "false"):
+        raise invalid("'masks' must be true or false", "masks")
+    try:
+        made = await server.endings.assembled(
+            session, total_reward(session.rewards.values()) or 0.0, session.opened.metadata,
+            with_mask=masks == "true", max_tokens=int(given) if given is not None else None,
+        )  # fmt: skip
+    except CodecError as error:
+        raise RequestError(422, "assembly_error", str(error)) from error
+    if made is None:
         raise RequestError(422, "assembly_error", "the session has no turn that was delivered")
-    rewards = list(session.rewards.values())
-    sample = assemble(
-        session.opened, leaf, rewards, session.opened.metadata, reward=total_reward(rewards) or 0.0,
-        max_tokens=int(given) if given is not None else None,
-    )  # fmt: skip
-    return web.Response(body=sample_to_frame(sample), content_type="application/octet-stream")
+    return web.Response(body=made[1], content_type="application/octet-stream")
 
 
 async def delete(server: Server, request: web.Request, session: Session) -> web.StreamResponse:

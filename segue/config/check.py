@@ -54,6 +54,7 @@ AT_LEAST: dict[str, float] = {
 _BELOW_ONE = ("trainer.beta1", "trainer.beta2", "engine.mem_fraction_static", "rollout.min_p")
 RESERVED_ENVIRONMENT = {"SEGUE_BASE_URL", "SEGUE_CONCURRENCY", "SEGUE_WORKER", "SEGUE_WORKER_TOKEN"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _GROUP_ADVANTAGES = ("group_normalised", "group_centred")
 
 
@@ -106,6 +107,10 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from _sampling(config)
     yield from _deadlines(config)
     yield from _ports(config)
+    for key in ("select_leaves", "finish_samples"):
+        value = getattr(config.session_server, key)
+        if value and not _FUNCTION.fullmatch(value):
+            yield f"session_server.{key} = {value!r} must name a function as package.module:function, or be empty"
     for name in sorted(config.environment.env.keys() & RESERVED_ENVIRONMENT):
         yield f"environment.env.{name} would be overwritten: the supervisor sets {name} for each worker; leave it out"
 

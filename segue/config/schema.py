@@ -135,6 +135,11 @@ class SessionServer(Section, frozen=True):
     ttl_s: float = 3600.0
     comparison: Literal["strict", "tool_arguments", "role_content"] = "strict"
     on_length: Literal["extend", "refuse"] = "extend"
+    select_leaves: str = ""
+    """Function ("module:function") that says which leaves of a session train; empty: all that were delivered and not
+    passed over for an extended sibling."""
+    finish_samples: str = ""
+    """Function that has the last word on what of them trains; empty: what leaves share trains in the first of them."""
     max_body_bytes: int = 16 * 1024 * 1024
     max_session_bytes: int = 256 * 1024 * 1024
     max_memory_bytes: int = 8 * 1024**3

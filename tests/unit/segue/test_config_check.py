@@ -51,6 +51,7 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"trainer__lr": float("nan")}, "trainer.lr must be finite"),
     ({"trainer__loss": "ppo"}, "trainer.loss = 'ppo' is not known: choose one of grpo"),
     ({"trainer__advantage": "gae"}, "trainer.advantage = 'gae' is not known: choose one of group_centred, group_norm"),
+    ({"session_server__select_leaves": "leaves"}, "session_server.select_leaves = 'leaves' must name a function as"),
     ({"rollout__top_p": 0.0}, "rollout.top_p = 0.0 keeps nothing .* set it above 0 and at most to 1"),
     ({"rollout__top_p": 0.9}, "rollout.top_k = -1 does not bound .* it must be 2 to 4096"),
     ({"rollout__min_p": 0.1, "rollout__top_k": 5000}, "rollout.top_k = 5000 does not bound .* it must be 2 to 4096"),
