@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from actors.engines.fake.model import FakeModel
 from segue.errors import EngineError
 from segue.wire.engine import Finish, GenerateAnswer
+from segue.wire.mask import SamplingMask
 from segue.wire.rows import RowLedger
 from segue.wire.sample import ROW_DECODED, ROW_RECOMPUTED
 from session_server.partial import Partial
@@ -99,3 +102,36 @@ def test_dropping_and_cutting_leave_consistent_rows():
     assert partial.rows.total == len(PROMPT) + 2 - 1
     assert partial.drop() == 2
     assert (partial.output, partial.rows.total, partial.parts) == ([], 0, 0)
+
+
+def masked(partial: Partial, count: int, *, lost: bool = False) -> GenerateAnswer:
+    """The fake's next part with kept sets of three, or with none as after an abort in the engine's queue."""
+    answer = part(partial, count, rows=not lost)
+    context = [*partial.prompt_ids, *partial.output]
+    kept = [FAKE.kept(t, FAKE.state_of([*context, *answer.output_ids[:i]]), 3) for i, t in enumerate(answer.output_ids)]
+    return replace(answer, mask=None if lost else SamplingMask.of(kept))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=6))
+def test_masks_add_up_and_a_part_that_lost_its_own_counts_as_never_sent(parts):
+    cut, whole = Partial(PROMPT, ledger(), masked=True), Partial(PROMPT, ledger(), masked=True)
+    kept = sum(count for count, lost in parts if not lost)
+    for count, lost in parts:
+        answer = masked(cut, count, lost=lost)
+        assert len(cut.add(answer).output_ids) == (0 if lost else count)
+    whole.add(masked(whole, kept))
+    assert cut.output == whole.output
+    assert cut.mask().ids.tolist() == whole.mask().ids.tolist()
+    assert cut.mask().offsets.tolist() == whole.mask().offsets.tolist()
+    assert cut.logprobs().tolist() == whole.logprobs().tolist()
+    assert cut.rows.total == (len(PROMPT) + kept - 1 if any(not lost for _, lost in parts) else 0)
+
+
+def test_cutting_and_dropping_reach_the_mask():
+    partial = Partial(PROMPT, None, masked=True)
+    partial.add(masked(partial, 5))
+    partial.truncate(2)
+    partial.mask().check(np.array(partial.output, np.int32))
+    partial.drop()
+    assert len(partial.mask()) == 0
+    assert Partial(PROMPT, None).mask() is None
