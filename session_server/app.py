@@ -26,6 +26,7 @@ from session_server.auth import Tokens
 from session_server.budget import Budget
 from session_server.commands import Commands
 from session_server.connections import Guard, listen
+from session_server.dataset import Datasets
 from session_server.endings import Endings
 from session_server.engine_client import EngineClient, RouterClient
 from session_server.engine_http import Connections
@@ -123,6 +124,7 @@ def _compose(
         ctx, index, clock, facts, http, router, sessions, fold.work, gate, running, family,
         Asks(config, family, sessions.budget), turns, endings,
         Tokens(ctx.endpoints.admin_token, ctx.endpoints.worker_token), Metrics(), feed, heart, liveness_url,
+        Datasets.open(config),
     )  # fmt: skip
     return server, Restore(config, clock, facts, blobs, sessions, engines, endings, empty_rows), engines
 

@@ -16,6 +16,7 @@ from segue.events.session import SessionOpened
 from segue.ids import fresh_id
 from session_server.asks import Asks
 from session_server.auth import Tokens, digest_of, new_token
+from session_server.dataset import Datasets
 from session_server.endings import Endings
 from session_server.engine_client import RouterClient
 from session_server.facts import Facts
@@ -69,6 +70,7 @@ class Server:
     feed: Feed
     heart: Heart
     liveness_url: str
+    rows: Datasets
 
     @property
     def service(self) -> str:

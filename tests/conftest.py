@@ -13,4 +13,5 @@ settings.load_profile("segue")
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("segue", "how thorough the trials are (make chaos, make soak)")
     group.addoption("--every-event", action="store_true", help="kill every part at every event of the simulated run")
-    group.addoption("--simulated-days", type=int, default=1, help="seeds of the simulated day that are played")
+    group.addoption("--simulated-hours", type=float, default=3.0, help="how long the simulated day is")
+    group.addoption("--simulated-seeds", type=int, default=1, help="how many days, each with another seed, are played")

@@ -73,6 +73,9 @@ def check_start(config: Config) -> None:
             f"model.path: there is no folder {config.model.path}; "
             "put the model there or set model.prepare to the command that makes it"
         )
+    for key, name in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
+        if name and not Path(name).is_file():
+            raise ConfigError(f"{key}: there is no file {name}")
     server = config.session_server
     if server.port:
         for index in range(server.count):
@@ -113,6 +116,18 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield f"session_server.{key} = {value!r} must name a function as package.module:function, or be empty"
     for name in sorted(config.environment.env.keys() & RESERVED_ENVIRONMENT):
         yield f"environment.env.{name} would be overwritten: the supervisor sets {name} for each worker; leave it out"
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.source in ("jsonl", "parquet") and not data.path:
+        yield f'data.source = "{data.source}" reads a file: set data.path'
+    if data.source == "python" and ":" not in data.entry_point:
+        yield 'data.source = "python" calls a function: set data.entry_point to module:function'
+    if data.source == "python" and data.eval_path:
+        yield 'data.eval_path is a file, which data.source = "python" does not read: leave it out'
+    if data.source == "none" and (data.path or data.entry_point):
+        yield 'data.path or data.entry_point is set but data.source is "none": set data.source'
 
 
 def _sizes(config: Config) -> Iterator[str]:

@@ -169,6 +169,20 @@ class Environment(Section, frozen=True):
     """Rewards to compare with, by name: shown beside the curve and as reward_<name> in summary.json."""
 
 
+class Data(Section, frozen=True):
+    """Rows that leases hand to environments (the lease's `task`); without a source they go by index and seed alone."""
+
+    source: Literal["none", "jsonl", "parquet", "python"] = "none"
+    path: str = ""
+    """File of the training rows (jsonl, parquet)."""
+    eval_path: str = ""
+    """File of the held-out rows; empty: evaluations get no row."""
+    entry_point: str = ""
+    """module:function that returns the rows, dicts (python)."""
+    shuffle: bool = True
+    """Another order each epoch, from run.seed; evaluations are never shuffled."""
+
+
 class Evaluation(Section, frozen=True):
     every: int = 0
     """Steps between evaluations; 0: only before the first and after the last step, if groups > 0."""
@@ -212,6 +226,7 @@ class Config(Section, frozen=True):
     session_server: SessionServer = SessionServer()
     router: Router = Router()
     environment: Environment = Environment()
+    data: Data = Data()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     weights: Weights = Weights()

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import contextvars
 import ctypes
+import logging
 import selectors
 import socket
 import struct
@@ -191,12 +192,15 @@ def _while_alive(process: Process, callback: Callable[..., Any], *args: Any) -> 
 
 @contextlib.contextmanager
 def simulation() -> Iterator[SimulatedLoop]:
-    """A simulated loop; `time.time` and `time.monotonic` follow it while the block runs."""
-    loop = SimulatedLoop()
+    """A simulated loop; `time.time` and `time.monotonic` follow it while the block runs, and nothing is logged: what is
+    killed a thousand times would complain a thousand times."""
+    loop, level = SimulatedLoop(), logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     with mock.patch.object(time, "time", loop.wall_s), mock.patch.object(time, "monotonic", loop.time):
         try:
             yield loop
         finally:
+            logging.disable(level)
             loop.close()
 
 

@@ -1,8 +1,7 @@
-"""Whole runs in simulated time, a process killed at an event: whatever dies, the run ends as if nothing had happened."""
+"""Whole runs in simulated time, a process killed at an event: whoever dies, the run ends as if nothing had happened."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
+import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,7 @@ from session_server.app import serve as serve_sessions
 
 TURNS = 2
 BACKOFF_S = 0.5
+STOPPED = f'"{run.RunStopped.SPEC.name}"'.encode()
 SPECIES = ("controller", "session-0", "router", "engine-0", "engine-0/process", "trainer", "env-0")
 """All that can be killed."""
 
@@ -110,8 +111,11 @@ class SimulatedRun:
     log: MemoryLog
     processes: dict[str, Process] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
+    ended: bool = False
+    """RunStopped stands in the log."""
     seen: int = 0
     """Events seen so far by `on_event`."""
+    habits: Habits = field(default_factory=lambda: Habits())
     on_event: Callable[[int], None] | None = None
     """Called once for every event, with its position, before anything else happens."""
 
@@ -128,6 +132,7 @@ class SimulatedRun:
 
         async def append(batch: Any) -> Any:
             answers = await inner(batch)
+            made.ended = made.ended or any(STOPPED in item.data for item in batch)
             made._tell(await log.tail())
             await die_if_killed()
             return answers
@@ -142,7 +147,6 @@ class SimulatedRun:
                 self.on_event(self.seen)
 
     def start(self) -> None:
-        logging.disable(logging.CRITICAL)
         for name, main in self._parts().items():
             self.loop.create_task(self._keep(name, main), name=f"keep-{name}")
 
@@ -154,7 +158,7 @@ class SimulatedRun:
             "router": lambda log: serve_router(ctx, log),
             "engine-0": lambda log: _RolloutActor(self, "engine-0").run(log),
             "trainer": lambda log: TrainerActor(ctx).run(log),
-            "env-0": lambda log: Worker(ctx, self.starts["env-0"]).run(),
+            "env-0": lambda log: Worker(ctx, self.starts["env-0"], self.habits).run(),
         }
 
     async def _keep(self, name: str, main: Callable[[EventLog], Coroutine[Any, Any, None]]) -> None:
@@ -165,7 +169,7 @@ class SimulatedRun:
             process.start(main(self.log.view()))
             await process.ended
             process.kill()
-            if name == "controller" and await self.stopped():
+            if name == "controller" and self.ended:
                 return
             await asyncio.sleep(BACKOFF_S)
 
@@ -179,14 +183,10 @@ class SimulatedRun:
     async def events(self) -> list[Recorded]:
         return await self.log.read(0, limit=1_000_000)
 
-    async def stopped(self) -> str:
-        found = [e.body for e in await self.events() if isinstance(e.body, run.RunStopped)]
-        return found[-1].reason if found else ""
-
     async def finished(self, deadline_s: float = 3600.0) -> list[Recorded]:
         """All events, once RunStopped stands in the log; simulated seconds."""
         async with asyncio.timeout(deadline_s):
-            while not await self.stopped():
+            while not self.ended:
                 await asyncio.sleep(0.25)
         return await self.events()
 
@@ -196,17 +196,33 @@ async def _controller(ctx: RunContext, log: EventLog) -> None:
         await Loop(ctx, log, writer).run()
 
 
-class Worker:
-    """An environment worker: plays rollouts of TURNS turns, and repeats whatever got no answer."""
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How an environment behaves. think_s: mean of the time between turns (exponential). forget_p: chance that a judge
+    takes `forget_s`, longer than any lease. lost_p: chance that a request's answer is not waited for, but asked again
+    a moment later."""
 
-    def __init__(self, ctx: RunContext, incarnation: int, *, concurrency: int = 4) -> None:
-        self.ctx, self.name, self.concurrency = ctx, f"env-0/{incarnation}", concurrency
+    turns: int = TURNS
+    concurrency: int = 4
+    think_s: float = 0.0
+    forget_p: float = 0.0
+    forget_s: float = 0.0
+    lost_p: float = 0.0
+    seed: int = 0
+
+
+class Worker:
+    """An environment worker: plays rollouts turn by turn, and repeats whatever got no answer."""
+
+    def __init__(self, ctx: RunContext, incarnation: int, habits: Habits) -> None:
+        self.ctx, self.name, self.habits = ctx, f"env-0/{incarnation}", habits
         self.url = ctx.endpoints.session_urls[0]
+        self.random = random.Random(f"{habits.seed}/{incarnation}")
 
     async def run(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=700.0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=self.ctx.config.rollout.turn_deadline_s + 60)
         async with aiohttp.ClientSession(timeout=timeout) as http, asyncio.TaskGroup() as group:
-            for _ in range(self.concurrency):
+            for _ in range(self.habits.concurrency):
                 group.create_task(self._play_for_ever(http))
 
     async def _play_for_ever(self, http: aiohttp.ClientSession) -> None:
@@ -219,7 +235,8 @@ class Worker:
     async def _play(self, http: aiohttp.ClientSession, lease: dict[str, Any]) -> None:
         path, token = f"/sessions/{lease['session_id']}", lease["token"]
         messages: list[dict[str, Any]] = []
-        for turn in range(TURNS):
+        for turn in range(self.habits.turns):
+            await self._think()
             messages.append({"role": "user", "content": f"w{(lease['seed'] + 7 * turn) % 50} w{lease['member']}"})
             status, answer = await self._post(
                 http, path + "/v1/chat/completions", {"messages": messages}, token, key=f"{lease['session_id']}-{turn}"
@@ -230,13 +247,23 @@ class Worker:
         reward = sum(map(ord, json.dumps([m["content"] for m in messages]))) % 97 / 97
         await self._post(http, path + "/finish", {"reward": reward, "status": "ok"}, token)
 
+    async def _think(self) -> None:
+        if self.random.random() < self.habits.forget_p:
+            await asyncio.sleep(self.habits.forget_s)
+        elif self.habits.think_s:
+            await asyncio.sleep(self.random.expovariate(1 / self.habits.think_s))
+
     async def _post(
         self, http: aiohttp.ClientSession, path: str, body: object, token: str, key: str = ""
     ) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {token}", **({"Idempotency-Key": key} if key else {})}
         while True:
+            patience_s = self.random.uniform(0.0, 90.0) if self.random.random() < self.habits.lost_p else None
             try:
-                async with http.post(self.url + path, json=body, headers=headers) as answer:
+                async with (
+                    asyncio.timeout(patience_s),
+                    http.post(self.url + path, json=body, headers=headers) as answer,
+                ):
                     data = await answer.read()
             except (aiohttp.ClientError, TimeoutError):
                 await asyncio.sleep(0.3)
