@@ -1,8 +1,8 @@
 """How the session server writes facts: the writer, plus each session's own counter.
 
 Invariants: facts of one session go out in the order of `expect` numbers, so of two processes that believe they own it
-only one gets through; an append whose fate is unknown, or a newer epoch of this producer, ends the process, because
-what it holds in memory may no longer be what the log says.
+only one gets through, and the other has lost the session for good; an append whose fate is unknown, or a newer epoch of
+this producer, ends the process, because what it holds in memory may no longer be what the log says.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from segue.log.writer import Writer, Written
 
 SEQUENCED = (TurnCommitted, RewardRecorded, SessionFinished, SessionAbandoned, SessionExpired)
 """Facts that carry `expect`. A session's counter is the number of these in the log."""
+LOST = -1
+"""Counter of a session that another process owns; no log ever counts so, hence nothing gets through any more."""
 
 
 async def undisturbed[T](shared: asyncio.Future[T]) -> T:
@@ -65,9 +67,9 @@ class Facts:
         trace = session.session_id if session is not None else None
         if session is not None and isinstance(body, SEQUENCED):
             expect = (session.session_id, session.seq)
-            session.seq += 1
+            session.seq += session.seq != LOST
         written = self._writer.submit(body, trace=trace, expect=expect)
-        written.add_done_callback(self._check)
+        written.add_done_callback(lambda done: self._check(done, session))
         return written
 
     async def append(self, body: Body, *, session: Sequenced | None = None) -> Written:
@@ -83,8 +85,10 @@ class Facts:
         except SessionSeqError as error:
             raise RequestError(503, "server_error", f"another process owns this session now: {error}") from error
 
-    def _check(self, written: asyncio.Future[Written]) -> None:
+    def _check(self, written: asyncio.Future[Written], session: Sequenced | None) -> None:
         error = None if written.cancelled() else written.exception()
+        if isinstance(error, SessionSeqError) and session is not None:
+            session.seq = LOST  # counting on would meet the other owner's counter by chance
         if error is None or isinstance(error, ConflictError | SessionSeqError):
             return
         if isinstance(error, LogError) and not self.broken.done():

@@ -17,6 +17,7 @@ from segue.events.sample import RewardRecorded
 from segue.events.session import SessionOpened
 from segue.log.writer import Written
 from session_server.budget import Budget
+from session_server.facts import LOST
 from session_server.graph import Graph
 
 if TYPE_CHECKING:
@@ -114,8 +115,10 @@ class Sessions:
         raise RequestError(410, "gone_error", f"session {session_id} is over: {gone.kind}")
 
     def open_for_turns(self, session_id: str) -> Session:
-        """`get`, and 409 while the session is ending."""
+        """`get`, and 409 while the session is ending, 503 if another process owns it by now."""
         session = self.get(session_id)
+        if session.seq == LOST:
+            raise RequestError(503, "server_error", "another process owns this session now")
         if session.ending:
             raise RequestError(409, "conflict_error", f"session {session_id} is ending: {session.ending}")
         return session
