@@ -19,6 +19,10 @@ LOSSES: tuple[str, ...] = ("grpo",)
 ADVANTAGES: tuple[str, ...] = ("group_centred", "group_normalised", "per_turn")
 """Names that the trainer's registries know; a test holds them equal."""
 
+RECOMPUTED: tuple[str, ...] = ("mask_loss", "replay")
+"""What trainers can do with rows that a prefill made again. "free_route" is not among them: a router replays a whole
+micro-batch or none of it."""
+
 MAX_MASK_TOKENS = 4096
 """Largest top_k whose kept sets an engine records."""
 RENORMALISING_TRAINERS: tuple[str, ...] = ("fake",)

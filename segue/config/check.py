@@ -17,6 +17,7 @@ from segue.config.capabilities import (
     ADVANTAGES,
     LOSSES,
     MAX_MASK_TOKENS,
+    RECOMPUTED,
     RENORMALISING_TRAINERS,
     realise,
     truncates,
@@ -183,6 +184,11 @@ def _training(config: Config) -> Iterator[str]:
         )
     if trainer.clip_low >= 1:
         yield f"trainer.clip_low = {trainer.clip_low} allows ratios below 0: set it below 1"
+    if config.r3.recomputed not in RECOMPUTED:
+        yield (
+            f'r3.recomputed = "{config.r3.recomputed}" would route single tokens of a replayed batch freely, which the '
+            f"trainer's routers cannot: set it to {' or '.join(map(repr, RECOMPUTED))}"
+        )
     if evaluation.every and not evaluation.groups:
         yield (
             f"evaluation.every = {evaluation.every} but evaluation.groups = 0 has nothing to play: "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from segue.config.capabilities import ADVANTAGES, LOSSES, MODES, TABLE, realise
+from segue.config.capabilities import ADVANTAGES, LOSSES, MODES, RECOMPUTED, TABLE, realise
 from segue.config.check import AT_LEAST, check_config, check_start
 from segue.config.load import build
 from segue.config.model import check_model, read_model_facts
@@ -15,7 +15,7 @@ from segue.config.options import OPTIONS
 from segue.config.schema import Config
 from segue.errors import ConfigError
 from segue.ports import check_port, free_port
-from training import advantages, losses
+from training import advantages, losses, replay
 
 FAKE: dict[str, object] = {"engine.kind": "fake", "trainer.kind": "fake"}
 
@@ -52,6 +52,7 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"trainer__loss": "ppo"}, "trainer.loss = 'ppo' is not known: choose one of grpo"),
     ({"trainer__advantage": "gae"}, "trainer.advantage = 'gae' is not known: choose one of group_centred, group_norm"),
     ({"session_server__select_leaves": "leaves"}, "session_server.select_leaves = 'leaves' must name a function as"),
+    ({"r3__recomputed": "free_route"}, 'r3.recomputed = "free_route" would route .* set it to .mask_loss. or .replay.'),
     ({"rollout__top_p": 0.0}, "rollout.top_p = 0.0 keeps nothing .* set it above 0 and at most to 1"),
     ({"rollout__top_p": 0.9}, "rollout.top_k = -1 does not bound .* it must be 2 to 4096"),
     ({"rollout__min_p": 0.1, "rollout__top_k": 5000}, "rollout.top_k = 5000 does not bound .* it must be 2 to 4096"),
@@ -239,3 +240,4 @@ def test_a_run_may_cut_its_sampling_within_what_an_engine_records() -> None:
 def test_the_names_that_are_accepted_are_those_of_the_trainer() -> None:
     assert (*LOSSES,) == losses.LOSSES.names()
     assert (*ADVANTAGES,) == advantages.ADVANTAGES.names()
+    assert RECOMPUTED == replay.POLICIES
