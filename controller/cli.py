@@ -51,10 +51,19 @@ def status(argv: list[str]) -> int:
     parser.add_argument("run", nargs="?", default="last", help="run id, run folder or `last` (default)")
     parser.add_argument("--dir", type=Path, default=Path(Config().run.dir), help="folder that holds the runs")
     parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--why", action="store_true", help="who waits for whom, for what and since when")
     options = parser.parse_args(argv)
     from controller import rundir
-    from controller.report import describe
+    from controller.report import describe, explain
 
+    if options.why:
+        waits = asyncio.run(explain(rundir.find(options.dir, options.run)))
+        if options.json:
+            sys.stdout.write(msgspec.json.format(msgspec.json.encode(waits), indent=2).decode() + "\n")
+        else:
+            lines = [f"{w.for_s:8.1f} s  {w.waiter} -> {w.on}: {w.what} ({w.count})\n" for w in waits]
+            sys.stdout.writelines(lines or ["nobody waits\n"])
+        return 0
     description = asyncio.run(describe(rundir.find(options.dir, options.run)))
     if options.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(description), indent=2).decode() + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 from controller import launch, rundir
@@ -13,6 +14,7 @@ from segue.errors import LogError
 from segue.events import Recorded
 from segue.log.reader import open_reader
 from segue.progress import Extras, RunView, build_summary, open_display, plot_rewards, write_summary
+from segue.state.waits import Wait, Waits
 
 EXIT_CODES = {"completed": 0, "interrupted": 130}
 
@@ -88,3 +90,18 @@ async def describe(folder: Path) -> dict[str, object]:
         "restarts": view.restarts,
         "alarms": view.alarms,
     }
+
+
+async def explain(folder: Path) -> list[Wait]:
+    """Who waits for whom, as `segue status --why` shows it; of a run that ended without a last word, as of its end."""
+    waits, last_wall_s = Waits(), 0.0
+    reader = await open_reader(folder)
+    try:
+        position = 0
+        while batch := await reader.read(position, limit=4096):
+            for event in batch:
+                waits.apply(event)
+            position, last_wall_s = batch[-1].position, batch[-1].envelope.wall_s
+        return waits.waits(time.time() if reader.is_live else last_wall_s)
+    finally:
+        await reader.close()

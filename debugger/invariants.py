@@ -16,6 +16,7 @@ from segue.config.schema import Config
 from segue.events import engine, run, sample, step, turn, weights, work
 from segue.events.base import Body
 from segue.events.codec import Recorded
+from segue.state.answers import ANSWERING, ANSWERS, about_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,40 +239,6 @@ class PausesEnd(Invariant):
             yield from (f"{name} stays paused for {pause}" for name, pause in sorted(self.paused.items()))
 
 
-_ANSWERS: dict[type[Body], tuple[type[Body], ...]] = {
-    work.OpenAdmission: (work.AdmissionOpened,),
-    work.CloseAdmission: (work.AdmissionClosed,),
-    engine.PauseEngines: (engine.EnginePaused,),
-    engine.ResumeEngines: (engine.EngineResumed,),
-    step.TrainStep: (step.StepFinished,),
-    step.SaveCheckpoint: (step.CheckpointCommitted,),
-    weights.SyncWeights: (weights.WeightsSynced, weights.SyncFailed),
-}
-
-
-def _about(body: Body) -> tuple[object, ...]:
-    """What a command and its answer have in common."""
-    match body:
-        case work.OpenAdmission() | work.AdmissionOpened():
-            return ("admission", body.admission)
-        case work.CloseAdmission() | work.AdmissionClosed():
-            return ("close", body.pause)
-        case engine.PauseEngines() | engine.EnginePaused():
-            return ("pause", body.pause, body.engine_id)
-        case engine.ResumeEngines() | engine.EngineResumed():
-            return ("resume", body.pause, body.engine_id)
-        case step.TrainStep() | step.StepFinished():
-            return ("train", body.step)
-        case step.SaveCheckpoint() | step.CheckpointCommitted():
-            return ("save", body.step)
-        case weights.SyncWeights() | weights.WeightsSynced() | weights.SyncFailed():
-            return ("sync", body.sync)
-    return ()
-
-
-_FACTS = tuple({kind for kinds in _ANSWERS.values() for kind in kinds})
-
-
 class CommandsAreAnswered(Invariant):
     sentence = "What answers a command comes after it, and in a completed run every command has its answer."
 
@@ -281,12 +248,12 @@ class CommandsAreAnswered(Invariant):
         self.open: dict[tuple[object, ...], tuple[int, str]] = {}
 
     def apply(self, event: Recorded, body: Body) -> Iterable[str]:
-        if type(body) in _ANSWERS:
-            about = _about(body)
+        if type(body) in ANSWERS:
+            about = about_of(body)
             self.asked.setdefault(about, event.position)
             self.open[about] = (event.position, event.envelope.type)
-        elif isinstance(body, _FACTS):
-            about = _about(body)
+        elif isinstance(body, ANSWERING):
+            about = about_of(body)
             if about not in self.asked:
                 yield f"{event.envelope.type} {about} answers nothing that was asked"
             self.open.pop(about, None)
