@@ -2,7 +2,7 @@
 
     python -m segue.testing.golden            say what is missing or differs; exit 1 if anything does
     python -m segue.testing.golden --write    write what is missing; an existing file is never overwritten
-    python -m segue.testing.golden --docs     write docs/events.md
+    python -m segue.testing.golden --docs     write docs/events.md and docs/asyncapi.json
 
 A golden file pins one version of one event: its schema, its key and identity, and the bytes, logical key and identity
 digest of a canonical example. Runs recorded with that version must stay readable for ever, so a file never changes once
@@ -21,11 +21,13 @@ import msgspec
 
 from segue.events import codec
 from segue.events.base import REGISTRY, Body
+from segue.testing import asyncapi
 from segue.testing.events import example
 
 HOME = Path(__file__).resolve().parent.parent.parent
 GOLDEN_DIR = HOME / "tests" / "golden" / "events"
 DOCS_FILE = HOME / "docs" / "events.md"
+ASYNCAPI_FILE = HOME / "docs" / "asyncapi.json"
 WRITE_COMMAND = "python -m segue.testing.golden --write"
 DOCS_COMMAND = "python -m segue.testing.golden --docs"
 
@@ -112,6 +114,10 @@ def docs_text() -> str:
     return "\n".join(lines) + "\n"
 
 
+def asyncapi_text() -> str:
+    return json.dumps(asyncapi.document(), indent=1, ensure_ascii=False) + "\n"
+
+
 def _row(cls: type[Body]) -> str:
     spec = cls.SPEC
     # A struct without a docstring of its own inherits Body's, which says nothing about it.
@@ -129,7 +135,7 @@ def _cell(text: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m segue.testing.golden", description="Golden files of the events.")
     parser.add_argument("--write", action="store_true", help="write missing golden files")
-    parser.add_argument("--docs", action="store_true", help="write docs/events.md")
+    parser.add_argument("--docs", action="store_true", help="write docs/events.md and docs/asyncapi.json")
     parser.add_argument("--folder", type=Path, default=GOLDEN_DIR)
     options = parser.parse_args(argv)
     if options.write:
@@ -138,7 +144,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.docs:
         DOCS_FILE.parent.mkdir(exist_ok=True)
         DOCS_FILE.write_text(docs_text())
-        print(f"wrote {DOCS_FILE}")
+        ASYNCAPI_FILE.write_text(asyncapi_text())
+        print(f"wrote {DOCS_FILE} and {ASYNCAPI_FILE}")
     found = complaints(options.folder)
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,19 @@ def test_the_docs_table_has_a_row_for_every_event() -> None:
     assert "session_id, turn_id" in row
     assert "token_digest, logprob_digest, rows_digest" in row
     assert all(r.count(" | ") == 7 for r in rows)
+
+
+def test_the_asyncapi_document_says_what_the_classes_say_and_every_reference_leads_somewhere() -> None:
+    text = golden.ASYNCAPI_FILE.read_text()
+    assert text == golden.asyncapi_text(), f"docs/asyncapi.json is old: {golden.DOCS_COMMAND}"
+    document = json.loads(text)
+    messages = document["components"]["messages"]
+    assert {m["name"] for m in messages.values()} == set(LATEST)
+    commands = {name for name, m in messages.items() if m["x-event"]["kind"] == "command"}
+    assert set(document["channels"]["commands"]["messages"]) == commands
+    assert set(document["channels"]["log"]["messages"]) == set(messages)
+    for reference in set(re.findall(r'"\$ref": "#/([^"]+)"', text)):
+        found = document
+        for part in reference.split("/"):
+            found = found[part]
+        assert found
