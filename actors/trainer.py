@@ -26,7 +26,6 @@ from actors.engines.http import EngineControl
 from segue.blobs import BlobStore
 from segue.boot import RunContext
 from segue.config import Config
-from segue.config.capabilities import RENORMALISING_TRAINERS
 from segue.errors import ConfigError, EngineError, SegueError, TrainerError
 from segue.events import engine, run, step, weights
 from segue.ids import fresh_id
@@ -204,9 +203,8 @@ class TrainerActor:
         await writer.append(fact)
 
     async def _samples(self, digest: str) -> list[Sample]:
-        """Those of one rollout. A mask is refused to a trainer that would not use it."""
-        masks = self.ctx.config.trainer.kind in RENORMALISING_TRAINERS
-        return samples_from_bundle(await asyncio.to_thread(self.blobs.get, digest), with_mask=masks)
+        """Those of one rollout: one for each leaf that trains."""
+        return samples_from_bundle(await asyncio.to_thread(self.blobs.get, digest), with_mask=True)
 
     async def _sync(self, delivery: Delivery, body: weights.SyncWeights, writer: Writer) -> None:
         """Load the current weights into all engines named; a failure half way tears every one of them."""

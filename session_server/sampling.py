@@ -81,12 +81,16 @@ def parse_sampling(body: Mapping[str, Any], *, purpose: str, temperature: float,
     if trains and given != temperature:
         raise invalid(f"this session trains: its temperature is {temperature}, not {given}", "temperature")
     own = _cuts(body, run if trains else Cuts())
+    least = int(_number(body, "min_tokens", 0, 0, 2**31))
     if trains:
         _check_cuts(own, run)
+        if least and not run.any:
+            raise invalid(
+                "this session trains: 'min_tokens' bars the ends of an answer, which no record says", "min_tokens"
+            )
     return Sampling(
-        _max_tokens(body), given, own.top_p, own.top_k, own.min_p, int(_number(body, "min_tokens", 0, 0, 2**31)),
-        _stops(body), _seed(body), trains and run.any,
-    )  # fmt: skip
+        _max_tokens(body), given, own.top_p, own.top_k, own.min_p, least, _stops(body), _seed(body), trains and run.any
+    )
 
 
 def _cuts(body: Mapping[str, Any], usual: Cuts) -> Cuts:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segue.errors import ConfigError, TrainerError
+from segue.wire.mask import SamplingMask
 from segue.wire.sample import Sample
 
 
@@ -42,7 +43,8 @@ class Pack:
     """One micro-batch. Per token, concatenated: `tokens` int64[t]. Per *prediction* (a supervised token, scored from
     the position before it), all [p]: `positions` int64 (row of the logits), `targets` int64, `behaviour` float32,
     `advantages` float32, `temperatures` float32, `versions` int32 (weights that sampled it), `datum` int64 (index into
-    `samples`), `mask` bool (False where replay took the token out of the loss)."""
+    `samples`), `mask` bool (False where replay took the token out of the loss). `kept`: what each target was chosen
+    from, None where no sample says."""
 
     samples: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -55,6 +57,7 @@ class Pack:
     versions: NDArray[np.int32]
     datum: NDArray[np.int64]
     mask: NDArray[np.bool_]
+    kept: SamplingMask | None = None
 
 
 def token_versions(sample: Sample) -> NDArray[np.int32]:
@@ -105,4 +108,20 @@ def build_pack(
         versions=columns[5],
         datum=columns[6],
         mask=columns[7],
+        kept=_kept_sets(samples, members),
     )
+
+
+def _kept_sets(samples: Sequence[Sample], members: Sequence[int]) -> SamplingMask | None:
+    """Of the supervised tokens, one sample after another. Raises TrainerError if only some samples have them: the
+    batch would mix two kinds of log-probs."""
+    if all(sample.mask is None for sample in samples):
+        return None
+    parts = []
+    for sample in (samples[i] for i in members):
+        if sample.mask is None:
+            raise TrainerError(f"sample {sample.sample_id} has no sampling mask, others of its batch have")
+        at, sizes = sample.loss_mask == 1, np.diff(sample.mask.offsets)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[at])])
+        parts.append(SamplingMask(sample.mask.ids[np.repeat(at, sizes)], offsets))
+    return SamplingMask.join(parts)

@@ -25,7 +25,7 @@ from segue.errors import TrainerError
 from segue.wire.sample import Sample
 from training import advantages, checkpoint, losses
 from training.digest import digest_tensors
-from training.logprobs import token_logprobs
+from training.logprobs import Support, token_logprobs
 from training.losses.contract import LossInputs
 from training.megatron import compat, hf
 from training.megatron.attention import PlannedSeqParams, packed_params
@@ -56,6 +56,13 @@ class _Batch:
     mask: torch.Tensor
     datum: torch.Tensor
     routes: NDArray[np.int64] | None
+    support: Support | None
+
+
+def _support(pack: Pack) -> Support | None:
+    if pack.kept is None:
+        return None
+    return Support(torch.from_numpy(pack.kept.ids.astype(np.int64)), torch.from_numpy(pack.kept.offsets.copy()))
 
 
 class MegatronTrainer:
@@ -120,6 +127,8 @@ class MegatronTrainer:
     ) -> list[tuple[_Batch, ...]]:
         """Minibatches of packs. The split is drawn once and kept for all epochs, so packs are built once."""
         for sample in samples:
+            if sample.mask is not None and sample.mask.ids.max(initial=0) >= self.shape.vocab:
+                raise TrainerError(f"sample {sample.sample_id}: a kept id lies outside [0, {self.shape.vocab})")
             if sample.tokens.max(initial=0) >= self.shape.vocab or sample.tokens.min(initial=0) < 0:
                 raise TrainerError(f"sample {sample.sample_id}: a token id lies outside [0, {self.shape.vocab})")
         values = self._advantages(samples)
@@ -157,6 +166,7 @@ class MegatronTrainer:
             mask=put(pack.mask),
             datum=put(pack.datum),
             routes=rows,
+            support=_support(pack),
         )
 
     def _forward(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,6 +178,7 @@ class MegatronTrainer:
             batch.targets,
             batch.temperatures,
             chunk=self.options.logprob_chunk,
+            support=batch.support,
         )
 
     def _score_only(self, minibatches: Sequence[tuple[_Batch, ...]], score: BatchScore) -> None:

@@ -25,8 +25,6 @@ micro-batch or none of it."""
 
 MAX_MASK_TOKENS = 4096
 """Largest top_k whose kept sets an engine records."""
-RENORMALISING_TRAINERS: tuple[str, ...] = ("fake",)
-"""Trainers that normalise log-probs over the set that a token was chosen from, or do not normalise at all."""
 
 
 def truncates(rollout: Rollout) -> bool:

@@ -18,7 +18,6 @@ from segue.config.capabilities import (
     LOSSES,
     MAX_MASK_TOKENS,
     RECOMPUTED,
-    RENORMALISING_TRAINERS,
     realise,
     truncates,
 )
@@ -207,11 +206,6 @@ def _sampling(config: Config) -> Iterator[str]:
         yield (
             f"rollout.top_k = {rollout.top_k} does not bound how many tokens are recorded as kept: with "
             f"rollout.top_p < 1, rollout.min_p > 0 or rollout.top_k set, it must be 2 to {MAX_MASK_TOKENS}"
-        )
-    if config.trainer.kind not in RENORMALISING_TRAINERS:
-        yield (
-            f'trainer.kind = "{config.trainer.kind}" normalises over the whole vocabulary and would train ratios of '
-            "two different distributions: set rollout.top_p = 1, rollout.top_k = -1 and rollout.min_p = 0"
         )
 
 

@@ -128,6 +128,19 @@ async def test_what_could_not_be_replayed_is_refused_by_its_name(rig_of, engine,
         assert (await session.view())["turns"] == []
 
 
+async def test_a_least_length_is_refused_where_no_kept_set_shows_what_it_bars(rig_of, engine, cut_config, model):
+    """The engine bars the end of the answer and normalises over the rest."""
+    async with rig_of(engine) as rig:
+        session = await rig.open(purpose="train")
+        error = await session.chat("w1", status=400, min_tokens=3)
+        assert error["error"]["param"] == "min_tokens"
+        await session.chat("w1", min_tokens=0)
+        await (await rig.open(purpose="eval")).chat("w1", min_tokens=3)
+    async with rig_of(engine, config=cut_config) as rig:
+        answer = await (await rig.open(purpose="train")).chat("w1", min_tokens=5)
+        assert answer["usage"]["completion_tokens"] >= 5
+
+
 async def test_a_request_may_cut_deeper_than_its_run(rig_of, engine, cut_config):
     async with rig_of(engine, config=cut_config) as rig:
         session = await rig.open(purpose="train")

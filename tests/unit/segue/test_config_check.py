@@ -57,10 +57,6 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"rollout__top_p": 0.9}, "rollout.top_k = -1 does not bound .* it must be 2 to 4096"),
     ({"rollout__min_p": 0.1, "rollout__top_k": 5000}, "rollout.top_k = 5000 does not bound .* it must be 2 to 4096"),
     ({"rollout__min_p": 1.0}, "rollout.min_p must be below 1"),
-    (
-        {"rollout__top_k": 20, "trainer__kind": "megatron", "model__path": "m"},
-        'trainer.kind = "megatron" normalises over the whole vocabulary .* set rollout.top_p = 1',
-    ),
     ({"rollout__lease_s": float("inf")}, "rollout.lease_s must be finite"),
     ({"trainer__beta2": 1.0}, "trainer.beta2 must be below 1"),
     ({"run__name": "a/b"}, "run.name 'a/b' must be"),

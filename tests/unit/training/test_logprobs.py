@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from training.logprobs import token_logprobs
+from training.logprobs import Support, token_logprobs
 
 ROWS, VOCAB = 9, 13
 
@@ -93,6 +95,29 @@ def test_a_forbidden_token_gives_neither_nan_entropy_nor_nan_gradient() -> None:
     assert leaf.grad is not None
     assert torch.isfinite(leaf.grad).all()
     assert (leaf.grad[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 4, ROWS])
+def test_over_a_kept_set_values_and_gradients_equal_the_masked_full_path(chunk: int) -> None:
+    logits, targets = inputs(torch.float32)
+    kept = [sorted({int(target), row % VOCAB, (3 * row + 1) % VOCAB}) for row, target in enumerate(targets)]
+    kept[4] = [int(targets[4])]
+    offsets = torch.tensor([0, *itertools.accumulate(map(len, kept))])
+    support = Support(torch.tensor([i for ids in kept for i in ids]), offsets)
+    bars = torch.full((ROWS, VOCAB), float("-inf"))
+    for row, ids in enumerate(kept):
+        bars[row, ids] = 0.0
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    weights = torch.linspace(-1, 1, ROWS)
+    got, entropy = token_logprobs(ours, targets, 0.7, chunk=chunk, support=support)
+    want = (theirs / 0.7 + bars).log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    _, want_entropy = full_path(theirs, targets, 0.7)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    torch.testing.assert_close(entropy, want_entropy, atol=1e-6, rtol=0)
+    assert float(got[4].detach()) == 0.0  # no other choice
+    (got @ weights + 0.3 * entropy @ weights.flip(0)).backward()
+    (want @ weights + 0.3 * want_entropy @ weights.flip(0)).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=0)
 
 
 def test_no_rows_give_an_empty_result_on_the_graph() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from segue.errors import TrainerError
+from segue.wire.mask import SamplingMask
 from segue.wire.sample import ROW_ABSENT, ROW_RECOMPUTED, Sample
 from training.logprobs import token_logprobs
 from training.megatron import compat
@@ -143,6 +144,26 @@ def test_replaying_the_routers_own_choice_changes_nothing(
     assert replayed.metrics["logprob_abs_diff_max"] < 2e-5
     assert replayed.metrics["grad_norm"] == pytest.approx(free.metrics["grad_norm"], rel=1e-4)
     assert replayed.metrics["rows_replayed"] == sum(len(s.tokens) - 1 for s in samples)
+
+
+def test_log_probs_over_kept_sets_agree_with_a_sampler_that_cut(model_folder: Folders, make_sample: Make) -> None:
+    made = trainer(model_folder("qwen3"))
+    samples = []
+    for sample in groups(make_sample, temperature=0.8):
+        tokens = torch.from_numpy(sample.tokens.astype(np.int64))
+        with torch.no_grad():
+            logits = made.policy(tokens, packed_params([len(tokens)], torch.device("cpu")))
+        kept = [[int(token)] for token in sample.tokens]
+        logprobs = np.zeros(len(tokens), np.float32)
+        for at in np.flatnonzero(sample.loss_mask).tolist():
+            kept[at] = sorted({int(tokens[at]), *logits[at - 1].topk(3).indices.tolist()})
+            scores = logits[at - 1].float() / 0.8
+            logprobs[at] = scores[tokens[at]] - scores[kept[at]].logsumexp(0)
+        samples.append(dataclasses.replace(sample, logprobs=logprobs, mask=SamplingMask.of(kept)))
+    assert made.step(samples, step=1, version=0, seed=0).metrics["logprob_abs_diff_max"] < 2e-5
+    ignored = [dataclasses.replace(sample, mask=None) for sample in samples]
+    other = trainer(model_folder("qwen3")).step(ignored, step=1, version=0, seed=0)
+    assert other.metrics["logprob_abs_diff_mean"] > 0.1, "the full vocabulary gives another distribution"
 
 
 def test_other_routes_change_the_log_probs(model_folder: Folders, make_sample: Make) -> None:

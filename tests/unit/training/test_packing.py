@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segue.errors import ConfigError, TrainerError
+from segue.wire.mask import SamplingMask
 from segue.wire.sample import Sample
 from training.packing import build_pack, plan_packs
 
@@ -54,3 +56,25 @@ def test_a_trained_first_token_is_refused(make_sample: Make) -> None:
     sample = make_sample(turns=((0, 2),))
     with pytest.raises(TrainerError, match="first token"):
         build_pack([sample], [np.zeros(14, np.float32)], [np.ones(14, np.bool_)], [0])
+
+
+def test_kept_sets_of_supervised_tokens_follow_the_predictions(make_sample: Make) -> None:
+    samples = []
+    for index in (0, 1):
+        sample = make_sample(index)
+        kept = [
+            [int(t), 60 + i % 3] if m else [int(t)]
+            for i, (t, m) in enumerate(zip(sample.tokens, sample.loss_mask, strict=True))
+        ]
+        samples.append(dataclasses.replace(sample, mask=SamplingMask.of(kept)))
+    advantages = [np.zeros(len(s.tokens), np.float32) for s in samples]
+    kept_in = [np.ones(len(s.tokens), np.bool_) for s in samples]
+    pack = build_pack(samples, advantages, kept_in, [1, 0])
+    assert pack.kept is not None
+    assert len(pack.kept) == len(pack.targets)
+    pack.kept.check(pack.targets.astype(np.int32))
+    wanted = [samples[i].mask.support(at).tolist() for i in (1, 0) for at in np.flatnonzero(samples[i].loss_mask)]
+    assert [pack.kept.support(row).tolist() for row in range(len(pack.targets))] == wanted
+    assert build_pack([make_sample(0)], advantages, kept_in, [0]).kept is None
+    with pytest.raises(TrainerError, match="has no sampling mask, others of its batch have"):
+        build_pack([samples[0], make_sample(1)], advantages, kept_in, [1, 0])
