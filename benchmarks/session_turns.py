@@ -25,8 +25,8 @@ from pathlib import Path
 
 from rig import contestants, report
 from rig.contestants import Contestant
-from rig.engine import Canned, prose
-from rig.load import Outcome, chat_body, drive, request
+from rig.engine import prose
+from rig.load import Conversations, Outcome, chat_body, drive, request
 
 CONCURRENCIES = (1, 8, 32, 128)
 TURNS, SESSION_TURNS, SESSION_TOKENS, NEW_TOKENS = {1: 200, 8: 400, 32: 800, 128: 800}, 20, 64, 256
@@ -74,31 +74,13 @@ async def native_turns(one: Contestant, concurrency: int, turns: int) -> Outcome
     return await drive(one.url, [itertools.repeat(sending, turns // concurrency) for _ in range(concurrency)])
 
 
-class Conversations:
-    """Bodies of a conversation of 20 turns; the assistant's part is what the canned engine says."""
-
-    def __init__(self, model: Path) -> None:
-        answer = Canned(model, 48, 8).text(SESSION_TOKENS)
-        messages: list[dict[str, str]] = []
-        self.bodies: list[bytes] = []
-        for number in range(SESSION_TURNS):
-            messages.append({"role": "user", "content": prose(SESSION_TOKENS - 14, seed=number)})
-            self.bodies.append(chat_body(messages, SESSION_TOKENS))
-            messages.append({"role": "assistant", "content": answer})
-
-    def play(self, one: Contestant, places: Iterator[tuple[str, str]]) -> Iterator[bytes]:
-        for path, token in places:
-            for body in self.bodies:
-                yield request(one.url, path, body, token=token)
-
-
 async def sessions(one: Contestant, talk: Conversations, concurrency: int, count: int) -> Outcome:
     """`count` whole conversations, `concurrency` at a time; the rate is that of turns, opening included."""
     loop = asyncio.get_running_loop()
     begun = loop.time()
     opened = await one.open(count)
     shared = iter(opened)
-    outcome = await drive(one.url, [talk.play(one, shared) for _ in range(concurrency)])
+    outcome = await drive(one.url, [talk.play(one.url, shared) for _ in range(concurrency)])
     outcome = Outcome(outcome.latencies_s, loop.time() - begun)
     await one.close(opened)
     return outcome
@@ -106,7 +88,7 @@ async def sessions(one: Contestant, talk: Conversations, concurrency: int, count
 
 async def measure(folder: Path, rounds: int, share: float) -> tuple[list[dict[str, object]], dict[str, float]]:
     model = contestants.write_model(folder / "model")
-    talk = Conversations(model)
+    talk = Conversations(model, SESSION_TURNS, SESSION_TOKENS)
     found = {c: Measured() for c in CONCURRENCIES}
     whole = Measured()
     async with AsyncExitStack() as stack:

@@ -123,6 +123,8 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class SegueServer(Contestant):
+    run_dir: Path = Path()
+
     async def open(self, count: int) -> list[tuple[str, str]]:
         answers = await call(self.url, [self.opening() for _ in range(count)])
         return [conversation(answer) for answer in answers]
@@ -198,6 +200,6 @@ async def segue_server(engine_url: str, model: Path, folder: Path, *, r3: bool =
         command = [sys.executable, "-m", "session_server", "--run-dir", str(run_dir), "--index", "0"]
         with process(command, folder=run_dir) as (pid, _):
             await ready(url)
-            yield SegueServer("segue session server", url, pid)
+            yield SegueServer("segue session server", url, pid, run_dir=run_dir)
     finally:
         log.kill()

@@ -32,6 +32,7 @@ class Canned:
         self._row_bytes = layers * top_k * 4
         assert self._row_bytes % 3 == 0, "rows are cut out of one base64 text"
         rows = np.random.default_rng(0).integers(0, 128, (ROW_CHUNK, layers * top_k), np.int32)
+        self.rows_sent = 0
         self._rows = base64.b64encode(rows.astype("<i4").tobytes())
 
     @functools.cache  # noqa: B019  one object for the whole process
@@ -83,6 +84,7 @@ class Canned:
 
     def _routes(self, rows: int) -> list[bytes]:
         size = self._row_bytes // 3 * 4
+        self.rows_sent += rows
         whole, rest = divmod(rows, ROW_CHUNK)
         return [self._rows] * whole + [self._rows[: rest * size]]
 
@@ -151,6 +153,8 @@ class Protocol(asyncio.Protocol):
             answer = self._canned.generate(body)
         elif method == b"POST" and path == b"/v1/chat/completions":
             answer = self._canned.chat(body)
+        elif path == b"/rows":
+            answer = b"%d" % self._canned.rows_sent
         elif path == b"/assign":
             answer = json.dumps({"engine_id": "e", "incarnation": "1", "url": self._url[0], "version": 0}).encode()
         else:

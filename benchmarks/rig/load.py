@@ -10,9 +10,12 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import orjson
+
+from rig.engine import Canned, prose
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +129,23 @@ async def call(url: str, requests: Iterable[bytes], *, connections: int = 16) ->
 
 def chat_body(messages: list[dict[str, str]], tokens: int) -> bytes:
     return orjson.dumps({"model": "m", "messages": messages, "max_tokens": tokens})
+
+
+class Conversations:
+    """Bodies of a conversation of `turns` turns, `tokens` + `tokens` each; the assistant says what the canned engine
+    does, so that they can be encoded beforehand."""
+
+    def __init__(self, model: Path, turns: int, tokens: int) -> None:
+        answer = Canned(model, 48, 8).text(tokens)
+        messages: list[dict[str, str]] = []
+        self.bodies: list[bytes] = []
+        for number in range(turns):
+            messages.append({"role": "user", "content": prose(tokens - 14, seed=number)})
+            self.bodies.append(chat_body(messages, tokens))
+            messages.append({"role": "assistant", "content": answer})
+
+    def play(self, url: str, places: Iterator[tuple[str, str]]) -> Iterator[bytes]:
+        """The conversation at each (path, token) of `places`, one after another."""
+        for path, token in places:
+            for body in self.bodies:
+                yield request(url, path, body, token=token)
