@@ -21,7 +21,7 @@ from segue.config.schema import R3, Rollout
 from segue.events.turn import AbortTurns
 from segue.wire.sample import ROW_RECOMPUTED, Sample, sample_from_frame
 
-LONG = 120
+LONG = 90
 TOP_K = 12
 CASES = [
     # mode, partial rollouts, R3, sampling masks

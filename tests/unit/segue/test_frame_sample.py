@@ -10,7 +10,17 @@ import pytest
 
 from segue.errors import CodecError
 from segue.wire.frame import decode_frame, encode_frame
-from segue.wire.sample import ROW_ABSENT, ROW_DECODED, ROW_RECOMPUTED, Sample, sample_from_frame, sample_to_frame
+from segue.wire.mask import SamplingMask
+from segue.wire.sample import (
+    ROW_ABSENT,
+    ROW_DECODED,
+    ROW_RECOMPUTED,
+    Sample,
+    sample_from_frame,
+    sample_to_frame,
+    samples_from_bundle,
+    samples_to_bundle,
+)
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "frames"
 
@@ -38,6 +48,49 @@ def routed() -> Sample:
     routes = np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3)
     provenance = np.array([ROW_DECODED, ROW_DECODED, ROW_RECOMPUTED, ROW_ABSENT, ROW_DECODED], np.uint8)
     return dataclasses.replace(plain(), sample_id="sample-2", routes=routes, routes_provenance=provenance)
+
+
+def masked() -> Sample:
+    mask = SamplingMask.of([[1], [2], [7, 30], [5, 8, 11], [3], [9]])
+    return dataclasses.replace(routed(), sample_id="sample-3", mask=mask)
+
+
+def test_the_bytes_of_later_fields_never_change_either_and_no_older_reader_sees_them() -> None:
+    golden = (GOLDEN / "sample_v1_mask.frame").read_bytes()
+    assert sample_to_frame(masked(), with_mask=True) == golden
+    assert sample_to_frame(sample_from_frame(golden, with_mask=True), with_mask=True) == golden
+    without = dataclasses.replace(masked(), mask=None)
+    assert sample_to_frame(masked()) == sample_to_frame(without) == sample_to_frame(without, with_mask=True)
+    with pytest.raises(CodecError, match="sample-3 has a sampling mask, which this reader does not ask for"):
+        sample_from_frame(golden)
+
+
+def test_the_samples_of_one_rollout_travel_in_one_frame() -> None:
+    golden = (GOLDEN / "samples_v1.frame").read_bytes()
+    samples = [plain(), masked()]
+    assert samples_to_bundle(samples, with_mask=True) == golden
+    back = samples_from_bundle(golden, with_mask=True)
+    assert [sample_to_frame(s, with_mask=True) for s in back] == [sample_to_frame(s, with_mask=True) for s in samples]
+    assert samples_to_bundle([plain()]) == sample_to_frame(plain())  # one is what it always was
+    assert len(samples_from_bundle(sample_to_frame(plain()))) == 1
+    stranger = dataclasses.replace(plain(), rollout_id="train-3-2")
+    with pytest.raises(CodecError, match="must hold one rollout's, with its one reward"):
+        samples_from_bundle(samples_to_bundle([plain(), stranger]))
+    richer = dataclasses.replace(plain(), reward=1.0)
+    with pytest.raises(CodecError, match="its one reward"):
+        samples_from_bundle(samples_to_bundle([plain(), richer]))
+
+
+def test_a_mask_must_be_that_of_the_samples_tokens() -> None:
+    short = SamplingMask.of([[1], [2], [7], [8], [3]])
+    with pytest.raises(CodecError, match="sample-3: sampling mask of 5 tokens for 6"):
+        sample_to_frame(dataclasses.replace(masked(), mask=short))
+    other = SamplingMask.of([[1], [2], [7], [5], [3], [9]])
+    with pytest.raises(CodecError, match=r"token 3 \(8\) is not in the set it was chosen from"):
+        sample_to_frame(dataclasses.replace(masked(), mask=other))
+    free = SamplingMask.of([[1, 4], [2], [7], [8], [3], [9]])
+    with pytest.raises(CodecError, match=r"a token outside the loss was chosen from several \(token 0\)"):
+        sample_to_frame(dataclasses.replace(masked(), mask=free))
 
 
 def changed(**arrays: Any) -> Sample:
