@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from segue.errors import CodecError, RequestError
+from segue.errors import BlobError, CodecError, RequestError
 from segue.events.sample import RewardRecorded
 from segue.events.session import SessionOpened
 from segue.wire.mask import SamplingMask
@@ -85,7 +85,7 @@ def assemble(
         name = sample_id_of(opened.rollout_id) + ("" if alone else f".{index}")
         try:
             drafts.append(_draft(common, name, own, leaf, path))
-        except CodecError as error:
+        except (CodecError, BlobError) as error:
             raise RequestError(422, "assembly_error", str(error)) from error
     return Assembled(tuple(steps.samples(drafts)), tuple(turns))
 

@@ -202,7 +202,8 @@ class Endings:
             return (made, made.frame(with_mask=with_mask)) if made is not None else None
 
         small = sum(node.total_tokens for node in graph.nodes if not node.children) < THREAD_FROM_TOKENS
-        return make() if small and self.steps == Steps() else await asyncio.to_thread(make)
+        inline = small and not session.bytes_spilled and self.steps == Steps()
+        return make() if inline else await asyncio.to_thread(make)
 
     async def _ready(self, session: Session, made: Assembled, data: bytes, reward: float) -> SampleReady:
         # Never inline: the trainer finds a frame by its digest alone.

@@ -133,7 +133,8 @@ class RowLedger:
     def slice(self, start: int, end: int) -> Chunk:
         """Rows [start, end) and their provenance, copied together. Reads what is not in memory: not for an event loop.
 
-        Raises CodecError beyond what is recorded or for rows that do not come back as they were.
+        Raises CodecError beyond what is recorded or for rows that do not come back as they were, and what their
+        reader raises.
         """
         if not 0 <= start <= end <= self.total:
             raise CodecError(f"route rows {start} to {end} are not all there: {self.total} are recorded")

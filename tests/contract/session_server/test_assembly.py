@@ -171,3 +171,13 @@ async def test_rows_in_the_blob_store_may_leave_memory_and_come_back_at_the_end(
             await session.finish(reward=1.0)
             _, samples = await bundle_of(rig, tmp_path)
             assert np.array_equal(samples[0].routes, samples_from_bundle(before)[0].routes)
+            kept.clear()
+            other = await rig.lease()
+            await other.call("POST", "/generate", {"input_ids": prompt[::-1], "max_new_tokens": 5})
+            kept[0].spill()
+            for file in (tmp_path / "blobs").rglob("*"):
+                if file.is_file():
+                    file.unlink()
+            error = await other.call("POST", "/finish", {"reward": 1.0}, 422)
+            assert "is missing" in error["error"]["message"]
+            assert "is missing" in (await rig.until("sample.rejected"))[0].reason
