@@ -1,8 +1,9 @@
 """Which leaves of a session become samples, and which of their tokens train: two pure, replaceable steps.
 
 The default keeps every leaf that was delivered and not passed over (`Graph.leaves`), and lets a completion that several
-leaves share train in the first of them only. A configuration may name others as "module:function"; both get data that
-nobody else changes, run off the event loop, and may import anything but must not wait for anything.
+leaves share train in the first of them only (`newest_only` besides leaves out what older weights sampled of a turn that
+was carried on). A configuration may name others as "module:function"; both get data that nobody else changes, run off
+the event loop, and may import anything but must not wait for anything.
 
 Invariants, whoever wrote the steps (`check` proves them, a breach is a 422 that names the step): leaves are nodes of
 the session, each once; a sample keeps its tokens, its identity and the rollout's one reward; only what was sampled
@@ -54,6 +55,19 @@ def shared_once(drafts: Sequence[Draft]) -> Sequence[Sample]:
         shared = [place for node, place in zip(draft.path, draft.places, strict=True) if node.turn_id in owned]
         samples.append(untrained(draft.sample, shared))
         owned |= {node.turn_id for node in draft.path}
+    return samples
+
+
+def newest_only(drafts: Sequence[Draft]) -> Sequence[Sample]:
+    """As `shared_once`; and of a turn that several weight versions sampled, only the last one's tokens train."""
+    samples = []
+    for draft, sample in zip(drafts, shared_once(drafts), strict=True):
+        older = [
+            (begin, begin + node.tokens.spans[-1][0])
+            for node, (begin, _) in zip(draft.path, draft.places, strict=True)
+            if len(node.tokens.spans) > 1
+        ]
+        samples.append(untrained(sample, older))
     return samples
 
 

@@ -121,6 +121,23 @@ class Rollout(Section, frozen=True):
     pause_deadline_s: float = 60.0
 
 
+class Offload(Section, frozen=True):
+    """Engines and trainer take turns on the same devices (colocated). Sizes are per device, for the prediction."""
+
+    level: tuple[Literal["weights", "kv_cache", "cuda_graph"], ...] = ()
+    """What of an engine leaves its device while the trainer works; the trainer then leaves it while engines work.
+    Empty: nobody leaves."""
+    memory_peak: Literal["host", "device", "auto"] = "auto"
+    """Who goes first: "device" saves a host copy, "host" saves device memory, "auto" takes what fits."""
+    device_gib: float = 0.0
+    """Memory of a device; 0: not checked."""
+    host_gib: float = 0.0
+    """A device's share of the host's memory; 0: not checked."""
+    sizes_gib: dict[str, float] = {}
+    """weights, mirror, kv_cache, cuda_graph, params, grads, optimizer, default, activations, backup, pinned, loading,
+    contexts, bucket: what each takes; left out: 0."""
+
+
 class R3(Section, frozen=True):
     enabled: bool = False
     """Record the engine's expert choices and replay them in the trainer."""
@@ -139,7 +156,8 @@ class SessionServer(Section, frozen=True):
     """Function ("module:function") that says which leaves of a session train; empty: all that were delivered and not
     passed over for an extended sibling."""
     finish_samples: str = ""
-    """Function that has the last word on what of them trains; empty: what leaves share trains in the first of them."""
+    """Function that has the last word on what of them trains; empty: what leaves share trains in the first of them.
+    "session_server.selection:newest_only" besides leaves out what older weights sampled of a turn that was carried on."""
     max_body_bytes: int = 16 * 1024 * 1024
     max_session_bytes: int = 256 * 1024 * 1024
     max_memory_bytes: int = 8 * 1024**3
@@ -222,6 +240,7 @@ class Config(Section, frozen=True):
     engine: Engine = Engine()
     trainer: Trainer = Trainer()
     rollout: Rollout = Rollout()
+    offload: Offload = Offload()
     r3: R3 = R3()
     session_server: SessionServer = SessionServer()
     router: Router = Router()

@@ -199,6 +199,19 @@ def test_other_steps_may_choose_and_finish():
     assert trained(sample) == [3, 4, 5, 10, 11, 12, 13]
 
 
+def test_tokens_of_older_weights_may_be_left_out_of_the_loss():
+    graph = Graph()
+    grow(graph, None, 2, 5, masked=True)
+    node = graph.nodes[0]
+    node.tokens = replace(node.tokens, spans=((0, 2, 7), (2, 3, 8), (3, 5, 9)))
+    grow(graph, node, 1, 2, masked=True)
+    (usual,) = samples_of(graph)
+    (newest,) = samples_of(graph, steps=Steps.load("", "session_server.selection:newest_only"))
+    assert trained(usual) == [3, 4, 5, 6, 7, 9, 10]
+    assert trained(newest) == [6, 7, 9, 10]
+    assert newest.tokens.tolist() == usual.tokens.tolist()
+
+
 @pytest.mark.parametrize(
     ("steps", "words"),
     [
