@@ -157,7 +157,7 @@ class SessionServer(Section, frozen=True):
     passed over for an extended sibling."""
     finish_samples: str = ""
     """Function that has the last word on what of them trains; empty: what leaves share trains in the first of them.
-    "session_server.selection:newest_only" besides leaves out what older weights sampled of a turn that was carried on."""
+    "session_server.selection:newest_only" besides leaves out what older weights sampled of a carried-on turn."""
     max_body_bytes: int = 16 * 1024 * 1024
     max_session_bytes: int = 256 * 1024 * 1024
     max_memory_bytes: int = 8 * 1024**3
