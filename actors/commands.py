@@ -17,7 +17,7 @@ from segue.log import Delivery, EventLog, Writer
 
 log = logging.getLogger("actors.commands")
 MAX_DELIVERIES = 5
-WAIT_S = 1.0
+WAIT_S = 5.0
 TOUCH_S = 10.0
 
 

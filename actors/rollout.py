@@ -19,6 +19,7 @@ from actors.commands import CommandStream
 from actors.engines import EngineOptions, LaunchSpec, launch_spec
 from actors.engines.http import EngineControl
 from actors.engines.process import EngineProcess
+from actors.residency import engine_residency
 from segue.boot import RunContext
 from segue.config.capabilities import realise
 from segue.errors import EngineError, EngineUnavailable
@@ -43,6 +44,7 @@ class RolloutActor:
         self.process: EngineProcess | None = None
         self.control: EngineControl | None = None
         self.incarnation = ""
+        self.residency = engine_residency(ctx.config.offload.sizes_gib)
         self._connections = contextlib.AsyncExitStack()
         self.up = asyncio.Event()
         self.restarts = 0
@@ -122,6 +124,7 @@ class RolloutActor:
         await self.control.probe()
         checksum = checksum_digest(await self.control.checksums())
         self.incarnation = fresh_id("inc")
+        self.residency = engine_residency(self.ctx.config.offload.sizes_gib)
         fact = engine.EngineStarted(
             self.engine_id, self.incarnation, options.url, self.ctx.config.engine.kind, 0, checksum,
             writer.clock.mono_s() - began_s,
@@ -168,15 +171,30 @@ class RolloutActor:
             case engine.ResumeEngines():
                 await self.control.resume()
                 await writer.append(engine.EngineResumed(body.pause, self.engine_id, body.version), cause=cause)
-            case offload.Release():
-                await self.control.release(body.tags)
-                await writer.append(offload.Released(body.pause, body.owner, body.tags, 0, 0, 0, 0), cause=cause)
-            case offload.Onload():
-                await self.control.onload(body.tags)
-                await writer.append(offload.Onloaded(body.pause, body.owner, body.tags, 0, 0, 0, 0), cause=cause)
+            case offload.Release() | offload.Onload():
+                if body.incarnation == self.incarnation:  # another one holds everything, and is asked anew
+                    await writer.append(await self._move(body), cause=cause)
             case _:
                 detail = f"{delivery.event.envelope.type} is no command for an engine"
                 await writer.append(run.AlarmRaised("refused", self.engine_id, detail), cause=cause)
+
+    async def _move(self, body: offload.Release | offload.Onload) -> offload.Released | offload.Onloaded:
+        assert self.control is not None
+        before = self.residency.held()
+        if isinstance(body, offload.Release):
+            if not self.control.paused:  # it came up in the middle of a pause, empty
+                await self.control.pause("retract")
+            await self.control.release(body.tags)
+            self.residency.released |= set(body.tags)
+        else:
+            await self.control.onload(body.tags)
+            self.residency.released -= set(body.tags)
+        after = self.residency.held()
+        fact = offload.Released if isinstance(body, offload.Release) else offload.Onloaded
+        return fact(
+            body.pause, body.owner, body.incarnation, body.move, body.tags, before.device_bytes, after.device_bytes,
+            before.host_bytes, after.host_bytes,
+        )  # fmt: skip
 
     async def _pause(self, body: engine.PauseEngines, writer: Writer) -> engine.EnginePaused:
         """Requests were cut by id before; `retract` on the empty engine takes 3 ms, its own `abort` a second.

@@ -23,11 +23,12 @@ import torch
 from actors import trainers
 from actors.commands import CommandStream
 from actors.engines.http import EngineControl
+from actors.residency import trainer_residency
 from segue.blobs import BlobStore
 from segue.boot import RunContext
 from segue.config import Config
 from segue.errors import ConfigError, EngineError, SegueError, TrainerError
-from segue.events import engine, run, step, weights
+from segue.events import engine, offload, run, step, weights
 from segue.ids import fresh_id
 from segue.log import Delivery, EventLog, Writer
 from segue.wire.sample import Sample, samples_from_bundle
@@ -107,6 +108,7 @@ class TrainerActor:
         self.step = 0
         self.version = 0
         self.manifest: Manifest = {}
+        self.residency = trainer_residency(ctx.config.offload.sizes_gib)
         self.unsaved: dict[int, Delivery] = {}
         """Step -> its TrainStep, acknowledged when a checkpoint covers it."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -167,13 +169,34 @@ class TrainerActor:
                     await self._sync(delivery, body, writer)
                 case step.SaveCheckpoint():
                     await self._save(stream, body, delivery, writer)
+                case offload.Release() | offload.Onload():
+                    if body.incarnation == self.incarnation:  # another one holds everything, and is asked anew
+                        await writer.append(self._move(body), cause=delivery.event.id)
                 case _:
                     detail = f"{delivery.event.envelope.type} is no command for the trainer"
                     await writer.append(run.AlarmRaised("refused", "trainer", detail), cause=delivery.event.id)
         await stream.done(delivery)
 
+    def _move(self, body: offload.Release | offload.Onload) -> offload.Released | offload.Onloaded:
+        """A state change: on a CPU there is no device to leave."""
+        before = self.residency.held()
+        releases = isinstance(body, offload.Release)
+        self.residency.released = self.residency.released.symmetric_difference(
+            tag for tag in body.tags if (tag in self.residency.released) != releases
+        )
+        after = self.residency.held()
+        fact = offload.Released if releases else offload.Onloaded
+        return fact(
+            body.pause, body.owner, body.incarnation, body.move, body.tags, before.device_bytes, after.device_bytes,
+            before.host_bytes, after.host_bytes,
+        )  # fmt: skip
+
     async def _train(self, stream: CommandStream, delivery: Delivery, body: step.TrainStep, writer: Writer) -> None:
         if body.step > self.step:
+            if self.residency.released:
+                raise TrainerError(
+                    f"step {body.step} was asked for while {sorted(self.residency.released)} are released"
+                )
             plan = step.StepPlanned(body.lineage, body.step, body.sample_ids, body.frame_digests, body.seed)
             try:
                 await writer.append(plan, cause=delivery.event.id)

@@ -19,8 +19,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from controller import handoff as planner
 from segue.config.capabilities import realise
-from segue.events import engine, run, step, turn, weights, work
+from segue.events import engine, handoff, offload, run, step, turn, weights, work
 from segue.events.base import Body
 from segue.state.run import EngineState, GroupState, RunState
 
@@ -152,6 +153,10 @@ def _next(state: RunState) -> Iterable[Decision]:
     if cycle:
         yield from _saga(state, mode, cycle)
         return
+    moves = tuple(_handoff(state, state.step, "rollout", sync=bool(_stale_engines(state))))
+    if moves:
+        yield from moves
+        return
     yield from _sync_strays(state)
     k, last = state.step + 1, _last_step(state)
     if _evaluation_due(state, k - 1) and (k - 1) not in state.evaluations:
@@ -216,16 +221,63 @@ def _saga(state: RunState, mode: Mode, k: int) -> Iterable[Decision]:
         if waiting:
             return
     if k not in state.finished:
-        yield _train(state, k)
+        yield from _plan_handoff(state, k)
+        yield from tuple(_handoff(state, k, "training", sync=False)) or (_train(state, k),)
         return
     stale = _stale_engines(state)
+    moves = tuple(_handoff(state, k, "rollout", sync=bool(stale)))
+    if moves:
+        yield from moves
+        return
     if stale:
         yield from _sync(state, stale)
         return
+    if state.handoff_planned == k != state.handoff_finished:
+        yield Record(handoff.HandoffFinished(k))
     for e in state.up_engines():
         if state.resumed.get(e.engine_id, 0) < k or e.paused:
             yield Issue(engine.ResumeEngines(k, e.engine_id, e.version), (e.engine_id,))
     yield from _checkpoint(state, k)
+
+
+def _handoff(state: RunState, k: int, phase: planner.Phase, *, sync: bool) -> Iterable[Issue]:
+    """The next step of the handoff to `phase` that moves memory, for every owner that has not done it; nothing where
+    the next step is the training or the sync itself, or where nobody leaves the devices."""
+    config = state.config.offload
+    if not config.level or not MODES[state.config.rollout.mode].pause_to_train:
+        return
+    engines = [state.released.get(e.engine_id, frozenset()) for e in state.up_engines()]
+    # A tag counts as away on the way out only if every engine has given it up, on the way back if any has.
+    join = frozenset.intersection if phase == "training" else frozenset.union
+    away = join(*engines) if engines else frozenset()
+    trainer = state.released.get("trainer", frozenset())
+    residency = frozenset([*((planner.ROLLOUT, tag) for tag in away), *((planner.TRAINER, tag) for tag in trainer)])
+    sizes = planner.sizes_of(config)
+    plan = planner.steps_to(
+        phase, residency, order=planner.order_of(config), level=config.level, sizes=sizes, sync=sync
+    )
+    first = plan.steps[0] if plan.steps else None
+    if first is None or first.action in ("train", "sync"):
+        return
+    kind = offload.Onload if first.action == "onload" else offload.Release
+    owners = ["trainer"] if first.owner == planner.TRAINER else [e.engine_id for e in state.up_engines()]
+    for owner in owners:
+        gone = state.released.get(owner, frozenset())
+        tags = tuple(tag for tag in first.tags if (tag in gone) == (kind is offload.Onload))
+        if tags:
+            yield Issue(kind(k, owner, state.incarnation_of(owner), state.moves.get(owner, 0) + 1, tags), (owner,))
+
+
+def _plan_handoff(state: RunState, k: int) -> Iterable[Record]:
+    """What the handoffs of this pause will be, with the peaks that they should reach."""
+    config = state.config.offload
+    if not config.level or state.handoff_planned >= k:
+        return
+    order = planner.order_of(config)
+    _, out, back = planner.cycle(order, config.level, planner.sizes_of(config))
+    steps = tuple(str(one) for one in (*out.steps, *back.steps))
+    device = max(out.device_peak_bytes, back.device_peak_bytes)
+    yield Record(handoff.HandoffPlanned(k, steps, device, max(out.host_peak_bytes, back.host_peak_bytes)))
 
 
 def _cuts_turns(state: RunState) -> bool:

@@ -17,9 +17,10 @@ min(Me, Bt), and none without a mirror. A sync holds two buckets in both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
+from segue.config.schema import Offload
 from segue.errors import ConfigError
 
 Owner = Literal["rollout", "trainer"]
@@ -30,6 +31,8 @@ Action = Literal["release", "onload", "drop", "load", "train", "sync"]
 Residency = frozenset[tuple[Owner, str]]
 """The (owner, tag) pairs that are released."""
 
+ROLLOUT: Owner = "rollout"
+TRAINER: Owner = "trainer"
 ROLLOUT_TAGS = ("weights", "kv_cache", "cuda_graph")
 TRAINER_TAGS = ("params", "grads", "optimizer", "default")
 ALL_RESIDENT: Residency = frozenset()
@@ -60,6 +63,17 @@ class Sizes:
     def of(self, tag: str) -> int:
         """Device bytes of one tag of either owner."""
         return int(getattr(self, tag))
+
+
+def sizes_of(config: Offload) -> Sizes:
+    """Sizes in bytes as a run's configuration gives them. Raises ConfigError for a name that there is not."""
+    unknown = sorted(set(config.sizes_gib) - set(SIZE_NAMES))
+    if unknown:
+        raise ConfigError(f"offload.sizes_gib: {', '.join(unknown)} unknown; there are {', '.join(SIZE_NAMES)}")
+    return Sizes(**{name: int(config.sizes_gib.get(name, 0.0) * _GIB) for name in SIZE_NAMES})
+
+
+SIZE_NAMES = tuple(field.name for field in fields(Sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +244,16 @@ def cycle(order: Order, level: Iterable[str], sizes: Sizes) -> tuple[Plan, Plan,
     train = steps_to("training", start.after, order=order, level=level, sizes=sizes, sync=False)
     back = steps_to("rollout", train.after, order=order, level=level, sizes=sizes, sync=True)
     return start, train, back
+
+
+def order_of(config: Offload) -> Order:
+    """The order that a run uses. Raises ConfigError if nothing fits."""
+    limits = Limits(_bytes_or_all(config.device_gib), _bytes_or_all(config.host_gib))
+    return choose(config.memory_peak, config.level, sizes_of(config), limits)
+
+
+def _bytes_or_all(gib: float) -> int:
+    return int(gib * _GIB) if gib else 1 << 62
 
 
 def choose(memory_peak: MemoryPeak, level: Iterable[str], sizes: Sizes, limits: Limits) -> Order:

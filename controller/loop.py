@@ -23,7 +23,7 @@ from segue.log import EventLog, Writer, open_log
 from segue.state import RunState
 
 log = logging.getLogger("controller")
-READ_WAIT_S = 1.0
+READ_WAIT_S = 5.0
 READ_LIMIT = 1024
 GATHER_S = 0.005
 """Pause between two reads: a decision may wait this long, and reading event by event costs more than deciding."""

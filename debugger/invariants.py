@@ -13,7 +13,7 @@ import msgspec
 
 from segue.config.capabilities import realise
 from segue.config.schema import Config
-from segue.events import engine, run, sample, step, turn, weights, work
+from segue.events import engine, offload, run, sample, step, turn, weights, work
 from segue.events.base import Body
 from segue.events.codec import Recorded
 from segue.state.answers import ANSWERING, ANSWERS, about_of
@@ -259,10 +259,49 @@ class CommandsAreAnswered(Invariant):
             self.open.pop(about, None)
         elif isinstance(body, run.CommandDeadLettered):
             self.open = {a: (at, name) for a, (at, name) in self.open.items() if at != body.command_position}
+        elif isinstance(body, engine.EngineStarted | step.TrainerReady):
+            owner = body.engine_id if isinstance(body, engine.EngineStarted) else "trainer"
+            gone = [a for a in self.open if a[0] in ("release", "onload") and a[1] == owner]
+            for about in gone:  # asked of an incarnation that is no more; the new one holds everything
+                del self.open[about]
 
     def at_end(self, reason: str) -> Iterable[str]:
         if reason == "completed":
             yield from (f"{name} at {at} was never answered" for at, name in sorted(self.open.values()))
+
+
+class MemoryChangesHands(Invariant):
+    sentence = "Owners that share devices are never at work at once, and what is released is what is onloaded."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away: dict[str, set[str]] = {}
+
+    def apply(self, event: Recorded, body: Body) -> Iterable[str]:
+        match body:
+            case offload.Released():
+                yield from self._move(body.owner, set(body.tags), released=True)
+            case offload.Onloaded():
+                yield from self._move(body.owner, set(body.tags), released=False)
+            case engine.EngineStarted():
+                self.away.pop(body.engine_id, None)
+            case step.TrainerReady():
+                self.away.pop("trainer", None)
+            case step.StepPlanned() if self.away.get("trainer"):
+                yield f"step {body.step} began while the trainer's {sorted(self.away['trainer'])} were released"
+            case engine.EngineResumed() if self.away.get(body.engine_id):
+                yield f"{body.engine_id} was resumed while its {sorted(self.away[body.engine_id])} were released"
+            case weights.WeightsSynced():
+                for name in body.engines:
+                    if "weights" in self.away.get(name, ()):
+                        yield f"version {body.version} was loaded into {name}, whose weights were released"
+
+    def _move(self, owner: str, tags: set[str], *, released: bool) -> Iterable[str]:
+        away = self.away.setdefault(owner, set())
+        wrong = tags & away if released else tags - away
+        if wrong:
+            yield f"{sorted(wrong)} of {owner} moved, but were {'released' if released else 'resident'} already"
+        self.away[owner] = away | tags if released else away - tags
 
 
 class VersionsGrow(Invariant):
@@ -290,7 +329,7 @@ class VersionsGrow(Invariant):
 
 INVARIANTS: tuple[type[Invariant], ...] = (
     RequestsEndOnce, NothingRunsAcrossASync, SpansCoverEveryToken, TurnsFollowTheirParents, GroupsAreWhole,
-    TrainedOnce, Staleness, PausesEnd, CommandsAreAnswered, VersionsGrow,
+    TrainedOnce, Staleness, PausesEnd, CommandsAreAnswered, MemoryChangesHands, VersionsGrow,
 )  # fmt: skip
 
 

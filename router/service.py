@@ -29,7 +29,7 @@ from segue.log.follow import follow
 from segue.log.protocol import Delivery, EventLog
 from segue.log.writer import Writer
 
-COMMAND_WAIT_S = 1.0
+COMMAND_WAIT_S = 5.0
 LOG_PAUSE_S = 0.5
 GATHER_S = 0.02
 """An engine that starts or is lost is known this much later at most."""

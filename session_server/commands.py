@@ -25,6 +25,7 @@ from session_server.work import Work
 
 MAX_DELIVERIES = 5
 ABORT_AGAIN_S = 0.5
+COMMAND_WAIT_S = 5.0
 """An abort that overtook its own request had no effect: it is sent again until the request is back."""
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Commands:
     async def consume(self) -> None:
         """Carry out commands, one after another, for ever."""
         while True:
-            for delivery in await self.log.receive(self.service, self.service, wait_s=0.5):
+            for delivery in await self.log.receive(self.service, self.service, wait_s=COMMAND_WAIT_S):
                 await self._deliver(delivery)
 
     async def _deliver(self, delivery: Delivery) -> None:

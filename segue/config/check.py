@@ -44,7 +44,7 @@ AT_LEAST: dict[str, float] = {
     "router.health_interval_s": 0.05,
     "environment.workers": 1, "environment.concurrency": 1,
     "evaluation.every": 0, "evaluation.groups": 0, "evaluation.group_size": 1, "evaluation.temperature": 0,
-    "evaluation.stop_at": 0,
+    "evaluation.stop_at": 0, "offload.device_gib": 0, "offload.host_gib": 0,
     "checkpoint.every": 1, "checkpoint.keep": 1,
     "weights.bucket_bytes": 1, "weights.deadline_s": 1,
     "ray.num_cpus": 1, "ray.object_store_mb": 76,
@@ -116,6 +116,28 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield f"session_server.{key} = {value!r} must name a function as package.module:function, or be empty"
     for name in sorted(config.environment.env.keys() & RESERVED_ENVIRONMENT):
         yield f"environment.env.{name} would be overwritten: the supervisor sets {name} for each worker; leave it out"
+
+
+def _offload(config: Config) -> Iterator[str]:
+    offload, rollout = config.offload, config.rollout
+    if not offload.level:
+        return
+    if rollout.mode != "colocated":
+        yield (
+            f'offload.level is set but rollout.mode = "{rollout.mode}" lets engines and trainer work at the same time: '
+            'set rollout.mode = "colocated", or leave offload.level empty'
+        )
+    how = realise(rollout.pause_mode, partial=rollout.partial, r3=config.r3.enabled)
+    if not how.releases_memory:
+        yield (
+            f'offload.level is set but rollout.pause_mode = "{rollout.pause_mode}" keeps requests in the engine\'s '
+            'memory: use "abort" or "retract", or leave offload.level empty'
+        )
+    if config.engine.device == "cuda" and config.trainer.kind != "fake":
+        yield (
+            f'offload.level is set but trainer.kind = "{config.trainer.kind}" cannot leave a GPU yet: give engines and '
+            "trainer devices of their own, and leave offload.level empty"
+        )
 
 
 def _data(config: Config) -> Iterator[str]:

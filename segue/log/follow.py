@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 async def follow(
-    log: EventLog, after: int = 0, *, poll_s: float = 0.5, gather_s: float = 0.0
+    log: EventLog, after: int = 0, *, poll_s: float = 5.0, gather_s: float = 0.0
 ) -> AsyncIterator[Recorded]:
     """Events with position > `after`, endlessly. `poll_s`: longest single wait at the log; a lost server is waited for.
 

@@ -36,9 +36,9 @@ def about_of(body: Body) -> tuple[object, ...]:
         case weights.SyncWeights() | weights.WeightsSynced() | weights.SyncFailed():
             return ("sync", body.sync)
         case offload.Release() | offload.Released():
-            return ("release", body.pause, body.owner, body.tags)
+            return ("release", body.owner, body.incarnation, body.move)
         case offload.Onload() | offload.Onloaded():
-            return ("onload", body.pause, body.owner, body.tags)
+            return ("onload", body.owner, body.incarnation, body.move)
     return ()
 
 

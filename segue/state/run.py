@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from segue.config.schema import Config
-from segue.events import engine, run, sample, step, turn, weights, work
+from segue.events import engine, handoff, offload, run, sample, step, turn, weights, work
 from segue.events.base import Body
 from segue.events.codec import Recorded
 
@@ -104,6 +104,13 @@ class RunState:
     finished: dict[int, step.StepFinished] = field(default_factory=dict)
     checkpoints: dict[int, step.CheckpointCommitted] = field(default_factory=dict)
     evaluations: dict[int, step.EvaluationFinished] = field(default_factory=dict)
+    released: dict[str, frozenset[str]] = field(default_factory=dict)
+    """owner (an engine or "trainer") -> tags that are off its device now."""
+    moves: dict[str, int] = field(default_factory=dict)
+    """owner -> releases and onloads of its incarnation so far."""
+    handoff_planned: int = 0
+    """Pause of the last HandoffPlanned."""
+    handoff_finished: int = 0
     syncs_settled: int = 0
     sync_failures_in_row: int = 0
 
@@ -119,6 +126,12 @@ class RunState:
 
     def up_engines(self) -> list[EngineState]:
         return [e for _, e in sorted(self.engines.items()) if e.up]
+
+    def incarnation_of(self, owner: str) -> str:
+        """Of an engine or "trainer", as it is now; "" before it was there."""
+        if owner == "trainer":
+            return self.trainer.incarnation if self.trainer is not None else ""
+        return self.engines[owner].incarnation if owner in self.engines else ""
 
     def admission_services(self) -> list[str]:
         """The services that open and close admission."""
@@ -289,6 +302,8 @@ def _(s: RunState, b: turn.TurnFailed, e: Recorded) -> None:
 @_on(engine.EngineStarted)
 def _(s: RunState, b: engine.EngineStarted, e: Recorded) -> None:
     s.engines[b.engine_id] = EngineState(b.engine_id, b.incarnation, b.url, b.version)
+    s.released.pop(b.engine_id, None)
+    s.moves.pop(b.engine_id, None)
 
 
 @_on(engine.EngineLost)
@@ -338,6 +353,8 @@ def _(s: RunState, b: weights.SyncFailed, e: Recorded) -> None:
 @_on(step.TrainerReady)
 def _(s: RunState, b: step.TrainerReady, e: Recorded) -> None:
     s.trainer = TrainerState(b.incarnation, b.step, b.version, b.digest)
+    s.released.pop("trainer", None)
+    s.moves.pop("trainer", None)
 
 
 @_on(step.TrainStep)
@@ -364,3 +381,27 @@ def _(s: RunState, b: step.CheckpointCommitted, e: Recorded) -> None:
 @_on(step.EvaluationFinished)
 def _(s: RunState, b: step.EvaluationFinished, e: Recorded) -> None:
     s.evaluations[b.evaluation] = b
+
+
+@_on(offload.Released)
+def _(s: RunState, b: offload.Released, e: Recorded) -> None:
+    if b.incarnation == s.incarnation_of(b.owner):
+        s.released[b.owner] = s.released.get(b.owner, frozenset()) | frozenset(b.tags)
+        s.moves[b.owner] = b.move
+
+
+@_on(offload.Onloaded)
+def _(s: RunState, b: offload.Onloaded, e: Recorded) -> None:
+    if b.incarnation == s.incarnation_of(b.owner):
+        s.released[b.owner] = s.released.get(b.owner, frozenset()) - frozenset(b.tags)
+        s.moves[b.owner] = b.move
+
+
+@_on(handoff.HandoffPlanned)
+def _(s: RunState, b: handoff.HandoffPlanned, e: Recorded) -> None:
+    s.handoff_planned = b.pause
+
+
+@_on(handoff.HandoffFinished)
+def _(s: RunState, b: handoff.HandoffFinished, e: Recorded) -> None:
+    s.handoff_finished = b.pause

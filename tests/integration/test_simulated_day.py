@@ -13,7 +13,7 @@ from simulated_run import SPECIES, Habits, SimulatedRun, simulated_config, tiny_
 
 from debugger.invariants import check
 from debugger.replay import replay
-from segue.config.schema import Config, Engine, Rollout, Router, Run
+from segue.config.schema import Config, Engine, Offload, Rollout, Router, Run
 from segue.events import Recorded, run, sample, session, step, turn, work
 from segue.log import Writer
 from segue.testing.simulation import SimulatedLoop, simulate
@@ -34,14 +34,15 @@ def day_config(model: Path, seed: int) -> Config:
     base = simulated_config(model)
     rollout = Rollout(
         mode=MODES[seed % 3], max_staleness=1 + seed % 2, pause_mode=PAUSES[seed // 3 % 4], partial=seed % 5 != 4,
-        groups_per_step=4, group_size=4, extra_groups=2, max_turn_tokens=6, max_session_tokens=512,
+        groups_per_step=8, group_size=4, extra_groups=2, max_turn_tokens=6, max_session_tokens=512,
         lease_s=2 * HOUR_S, turn_deadline_s=HOUR_S, drain_s=30.0, drop_uniform=bool(seed % 2),
     )  # fmt: skip
+    colocated = rollout.mode == "colocated" and rollout.pause_mode in ("abort", "retract")
     # A token takes 20 s, so that pauses and deaths find turns half done.
     engine = Engine(kind="fake", fake_token_s=20.0, max_running_requests=64, request_deadline_s=1800.0)
     return msgspec.structs.replace(
         base, run=Run(name="day", steps=10_000, seed=seed), rollout=rollout, engine=engine,
-        router=Router(health_interval_s=60.0),
+        router=Router(health_interval_s=60.0), offload=base.offload if colocated else Offload(),
     )  # fmt: skip
 
 

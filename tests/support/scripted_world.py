@@ -8,7 +8,7 @@ import msgspec
 
 from controller.decide import DECIDE_VERSION, Issue, decide
 from segue.config.schema import Checkpoint, Config, Engine, Evaluation, Rollout, Run, SessionServer
-from segue.events import engine, run, sample, step, turn, weights, work
+from segue.events import engine, offload, run, sample, step, turn, weights, work
 from segue.events.base import Body, Bulk, Envelope
 from segue.events.codec import Recorded
 from segue.ids import EventId
@@ -103,6 +103,9 @@ class World:
                 self.append(weights.WeightsSynced(body.sync, body.version, "d", names, 1, 0.1, True))
             case engine.ResumeEngines():
                 self.append(engine.EngineResumed(body.pause, body.engine_id, body.version))
+            case offload.Release() | offload.Onload():
+                fact = offload.Released if isinstance(body, offload.Release) else offload.Onloaded
+                self.append(fact(body.pause, body.owner, body.incarnation, body.move, body.tags, 0, 0, 0, 0))
             case step.SaveCheckpoint():
                 self.append(step.CheckpointCommitted(1, body.step, self.version, "d", f"step-{body.step}", 0.1))
 

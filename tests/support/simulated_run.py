@@ -27,7 +27,7 @@ from actors.trainer import TrainerActor
 from controller.loop import Loop
 from router.service import serve as serve_router
 from segue.boot import Endpoints, RunContext
-from segue.config.schema import R3, Checkpoint, Config, Engine, Evaluation, Model, Rollout, Run, Trainer
+from segue.config.schema import R3, Checkpoint, Config, Engine, Evaluation, Model, Offload, Rollout, Run, Trainer
 from segue.errors import EngineError
 from segue.events import Recorded, run
 from segue.log import EventLog, MemoryLog, Writer
@@ -37,6 +37,7 @@ from session_server.app import serve as serve_sessions
 TURNS = 2
 BACKOFF_S = 0.5
 STOPPED = f'"{run.RunStopped.SPEC.name}"'.encode()
+SIZES_GIB = {"weights": 4.0, "mirror": 4.0, "kv_cache": 8.0, "params": 4.0, "optimizer": 24.0, "backup": 24.0}
 SPECIES = ("controller", "session-0", "router", "engine-0", "engine-0/process", "trainer", "env-0")
 """All that can be killed."""
 
@@ -51,6 +52,7 @@ def simulated_config(model: Path, **sections: Any) -> Config:
         r3=R3(enabled=True),
         checkpoint=Checkpoint(every=2),
         evaluation=Evaluation(groups=1, group_size=1),
+        offload=Offload(level=("weights", "kv_cache"), memory_peak="device", sizes_gib=SIZES_GIB),
     )
     return msgspec.structs.replace(config, **sections)
 

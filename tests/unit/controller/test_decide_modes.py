@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 import pytest
 from scripted_world import World, small_config
 
 from controller.decide import decide
-from segue.config.schema import Config, Evaluation, Run
+from segue.config.schema import Config, Evaluation, Offload, Run
 from segue.events import engine, run, sample, step, weights, work
 from segue.events.base import Body, Bulk
+from segue.events.handoff import HandoffFinished, HandoffPlanned
+from segue.events.offload import Onloaded, Released
 
 ASYNC = ("one_step_async", "fully_async")
 
@@ -203,3 +207,97 @@ def test_an_engine_that_returns_beside_training_is_synced_and_the_run_goes_on(mo
     world.pump()
     assert world.state.stopped == "completed"
     assert all(b.version <= 3 for b in world.bodies(weights.WeightsSynced))
+
+
+GIB = {
+    "weights": 10.0, "mirror": 10.0, "kv_cache": 20.0, "cuda_graph": 1.0, "params": 10.0, "grads": 20.0,
+    "optimizer": 60.0, "activations": 15.0, "backup": 60.0, "pinned": 10.0, "contexts": 2.0, "bucket": 0.5,
+}  # fmt: skip
+
+
+def handing_over(order: Literal["host", "device"], **rollout: object) -> World:
+    offload = Offload(level=("weights", "kv_cache"), memory_peak=order, sizes_gib=GIB)
+    return World(msgspec.structs.replace(small_config(**rollout), offload=offload))
+
+
+def moves(world: World, pause: int) -> list[str]:
+    return [
+        f"{'release' if isinstance(b, Released) else 'onload'} {b.owner} {'+'.join(b.tags)}"
+        for e in world.log
+        if isinstance(b := e.body, Released | Onloaded) and b.pause == pause
+    ]
+
+
+@pytest.mark.parametrize("order", ["host", "device"])
+def test_memory_changes_hands_in_the_planned_order_around_training_and_sync(order: Literal["host", "device"]) -> None:
+    world = handing_over(order)
+    world.boot()
+    world.pump()
+    assert world.state.stopped == "completed"
+    assert moves(world, 0) == ["release trainer grads", "release trainer params+optimizer+default"]
+    kv, weights_ = "kv_cache+cuda_graph", "weights"
+    out = {
+        "host": [
+            *[f"release engine-{i} {weights_}+{kv}" for i in (0, 1)], "onload trainer params+grads+optimizer+default",
+        ],
+        "device": [
+            *[f"release engine-{i} {kv}" for i in (0, 1)], "onload trainer params+grads+optimizer+default",
+            *[f"release engine-{i} {weights_}" for i in (0, 1)],
+        ],
+    }[order]  # fmt: skip
+    trainer_leaves = "release trainer params+optimizer+default"
+    weights_come = [f"onload engine-{i} {weights_}" for i in (0, 1)]
+    middle = [trainer_leaves, *weights_come] if order == "host" else [*weights_come, trainer_leaves]
+    back = ["release trainer grads", *middle, *[f"onload engine-{i} cuda_graph+kv_cache" for i in (0, 1)]]
+    for pause in (1, 2, 3):
+        assert moves(world, pause) == [*out, *back]
+    names = [e.envelope.type for e in world.log if getattr(e.body, "pause", getattr(e.body, "step", 0)) == 1]
+    assert names.index("handoff.planned") < names.index("offload.released") < names.index("step.train")
+    assert names.index("step.finished") < names.index("handoff.finished") < names.index("engine.resumed")
+    planned = world.bodies(HandoffPlanned)
+    finished = world.bodies(HandoffFinished)
+    assert [b.pause for b in planned] == [b.pause for b in finished] == [1, 2, 3]
+    most = 2 + 10 + 20 + 60 + 10 if order == "device" else 2 + 10 + 20 + 60 + 15
+    assert planned[0].predicted_device_bytes == max(most, 2 + 10 + 20 + 60 + 15) * 2**30
+    assert planned[0].predicted_host_bytes == (10 + 10 + 60 if order == "host" else 10 + 60) * 2**30
+
+
+@pytest.mark.parametrize("order", ["host", "device"])
+def test_the_sync_reads_where_the_weights_are_and_before_the_cache_comes_back(order: Literal["host", "device"]) -> None:
+    world = handing_over(order)
+    world.boot()
+    world.pump()
+    for sync in world.bodies(weights.WeightsSynced):
+        at = next(e.position for e in world.log if e.body is sync)
+        away: dict[str, set[str]] = {}
+        for event in world.log[:at]:
+            if isinstance(event.body, Released):
+                away.setdefault(event.body.owner, set()).update(event.body.tags)
+            elif isinstance(event.body, Onloaded):
+                away.setdefault(event.body.owner, set()).difference_update(event.body.tags)
+        for name in sync.engines:
+            assert "weights" not in away[name]
+            assert "kv_cache" in away[name]
+
+
+def test_an_engine_that_comes_back_while_the_trainer_works_gives_its_memory_up_too() -> None:
+    world = handing_over("host")
+    world.boot()
+    world.on_command = lambda body: not isinstance(body, step.TrainStep)
+    world.pump()
+    world.append(engine.EngineLost("engine-1", "i1", "killed"))
+    world.append(engine.EngineStarted("engine-1", "i2", "http://new", "fake", 0, "c0", 0.1))
+    world.pump()
+    again = [b for b in world.bodies(Released) if b.owner == "engine-1" and b.incarnation == "i2"]
+    assert [b.tags for b in again] == [("weights", "kv_cache", "cuda_graph")]
+    world.on_command = lambda body: True
+    world.append(step.StepFinished(1, 1, 1, "d1", {}, 0.0, 0.0))
+    world.version = 1
+    world.pump()
+    assert world.state.stopped == "completed"
+    assert all(not tags for owner, tags in world.state.released.items() if owner != "trainer")
+
+
+def test_without_a_level_nothing_moves() -> None:
+    world = played(small_config())
+    assert world.bodies(Released) == world.bodies(Onloaded) == world.bodies(HandoffPlanned) == []
