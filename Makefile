@@ -5,10 +5,10 @@ PYTHON := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick check bench
+.PHONY: help setup demo test test-quick chaos soak check bench
 
 help: ## List these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Install everything into .venv (uv, Python packages); does nothing when that is done
 	@sh deploy/setup.sh
@@ -21,6 +21,17 @@ test: setup ## Run all tests, the real engine, trainer, Redis protocol and Ray i
 
 test-quick: setup ## Run the tests that take seconds
 	$(PYTHON) -m pytest -m "not slow"
+
+SIMULATED_DAY := tests/integration/test_simulated_day.py
+REPORT := -q -rA --tb=short
+
+chaos: setup ## Kill every part at every event of a simulated run, play five simulated days, send 1,000 requests a route
+	$(PYTHON) -m pytest $(REPORT) tests/integration/test_simulated_crashes.py --every-event
+	$(PYTHON) -m pytest $(REPORT) $(SIMULATED_DAY) --simulated-hours 24 --simulated-seeds 5
+	SEGUE_HTTP_EXAMPLES=1000 $(PYTHON) -m pytest $(REPORT) tests/contract/session_server/test_http_generated.py
+
+soak: setup ## Play fifty simulated days, each with other modes, deaths and habits
+	$(PYTHON) -m pytest $(REPORT) $(SIMULATED_DAY) --simulated-hours 24 --simulated-seeds 50
 
 check: setup ## Lint, format, types, layers, sizes and names
 	.venv/bin/ruff check .
