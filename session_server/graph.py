@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segue.events.turn import Span
+from segue.wire.ids import EncodedIds
 from segue.wire.mask import SamplingMask
 from segue.wire.rows import RowLedger
 from session_server.messages import ChatMessage, Message
@@ -61,6 +62,8 @@ class Node:
     """Route rows of the whole path down to here, shared with the parent's."""
     delivered: Delivered = Delivered.NO
     children: list[Node] = field(default_factory=list)
+    encoded: EncodedIds | None = None
+    """Ids of the path down to here, if a turn went on from here last; see `encoded_ids`."""
     order: int = -1
     total_tokens: int = 0
     total_messages: int = 0
@@ -97,6 +100,23 @@ class Node:
         """int32[total_tokens]"""
         return np.concatenate([piece for node in self.path() for piece in (node.tokens.prompt, node.tokens.output)])
 
+    def encoded_ids(self) -> EncodedIds:
+        """The ids of `path_ids`. Kept at the last node that was asked, which takes them over from its ancestor: once a
+        path, so that they grow with its tokens and not with its turns."""
+        missing: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.encoded is None:
+            missing.append(node)
+            node = node.parent
+        known = EncodedIds() if node is None or node.encoded is None else node.encoded
+        if not missing:
+            return known
+        if node is not None:
+            node.encoded = None
+        pieces = [piece for found in reversed(missing) for piece in (found.tokens.prompt, found.tokens.output)]
+        self.encoded = known.joined(pieces)
+        return self.encoded
+
 
 @dataclass(slots=True, eq=False)
 class Graph:
@@ -126,10 +146,14 @@ class Graph:
         best: Node | None = None
         reached = [node for node in self.roots if node.context == context and _follows(node, messages, 0)]
         while reached:
-            best = max([*reached, *([best] if best else [])], key=lambda node: (node.total_messages, node.order))
-            reached = [
-                child for node in reached for child in node.children if _follows(child, messages, node.total_messages)
-            ]
+            below: list[Node] = []
+            for node in reached:
+                if best is None or (node.total_messages, node.order) > (best.total_messages, best.order):
+                    best = node
+                for child in node.children:
+                    if _follows(child, messages, node.total_messages):
+                        below.append(child)
+            reached = below
         return best
 
     def attach_tokens(self, ids: NDArray[np.int32], context: str) -> Node | None:
@@ -179,7 +203,12 @@ class Graph:
 def _follows(node: Node, messages: Sequence[ChatMessage], start: int) -> bool:
     if start + len(node.messages) > len(messages):
         return False
-    return all(own.same(messages[start + index]) for index, own in enumerate(node.messages))
+    for own in node.messages:
+        other = messages[start]
+        if other != own.raw and not own.same(other):  # the first saves a call for each message of a long history
+            return False
+        start += 1
+    return True
 
 
 def _tokens_follow(node: Node, ids: NDArray[np.int32], start: int) -> bool:

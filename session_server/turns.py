@@ -22,6 +22,7 @@ from segue.events.turn import TurnDiscarded, TurnFailed, TurnInterrupted, TurnRe
 from segue.ids import fresh_id
 from segue.log.writer import Written
 from segue.wire.engine import GenerateAnswer, GenerateRequest, SamplingParams
+from segue.wire.ids import EncodedIds
 from segue.wire.rows import RowLedger
 from session_server import record
 from session_server.answers import stop_over_seam
@@ -105,9 +106,9 @@ class Turns:
 
     async def _generate(self, attempt: Attempt) -> Node:
         ask = attempt.ask
-        before = ask.parent.path_ids().tolist() if ask.parent is not None else []
+        before = ask.parent.encoded_ids() if ask.parent is not None else EncodedIds()
         rows = ask.parent.rows if ask.parent is not None else self.empty_rows
-        partial = Partial([*before, *ask.prompt.tolist()], rows, masked=ask.sampling.masked)
+        partial = Partial(before.joined([ask.prompt]), rows, masked=ask.sampling.masked)
         exclude: list[str] = []
         waiting, troubles = "", 0  # the request that was cut last, while the turn is at no engine
         try:
@@ -174,7 +175,7 @@ class Turns:
         kept, wanted = len(partial.output), ask.sampling
         return GenerateRequest(
             rid=fresh_id("req"),
-            input_ids=[*partial.prompt_ids, *partial.output] if kept else partial.prompt_ids,
+            input_ids=EncodedIds.of(partial.prompt_ids).joined([partial.output]),
             sampling_params=SamplingParams(
                 max_new_tokens=ask.max_new_tokens - kept, temperature=wanted.temperature, top_p=wanted.top_p,
                 top_k=wanted.top_k, min_p=wanted.min_p, min_new_tokens=max(0, wanted.min_new_tokens - kept),

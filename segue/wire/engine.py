@@ -22,6 +22,7 @@ import orjson
 from numpy.typing import NDArray
 
 from segue.errors import CodecError, EngineError, EngineUnavailable
+from segue.wire.ids import encode_hook
 from segue.wire.mask import SamplingMask
 from segue.wire.rows import increment
 
@@ -252,7 +253,7 @@ class _Raw(msgspec.Struct):
     text: str = ""
 
 
-_ENCODER = msgspec.json.Encoder()
+_ENCODER = msgspec.json.Encoder(enc_hook=encode_hook)
 _DECODER = msgspec.json.Decoder(_Raw)
 
 
