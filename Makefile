@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick chaos soak check bench
+.PHONY: help setup demo test test-quick chaos soak check bench bench-session
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,3 +43,7 @@ check: setup ## Lint, format, types, layers, sizes and names
 
 bench: setup ## Run every benchmark; each prints a table and writes benchmarks/results/<name>.json
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(PYTHON) "$$file" || exit 1; done
+
+bench-session: setup ## Run the session server's benchmarks beside their rivals (about 8 minutes)
+	@for name in session_turns session_growth r3_session sample_frame sessions_idle; do \
+		echo "== benchmarks/$$name.py"; $(PYTHON) benchmarks/$$name.py || exit 1; done
