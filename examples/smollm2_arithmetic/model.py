@@ -7,6 +7,7 @@ trainer both read (and compute with in float32). Nothing is downloaded: the grou
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -31,17 +32,22 @@ def gguf_file() -> Path:
 
 def convert(source: Path, folder: Path) -> int:
     """Write config, weights and tokenizer to `folder`; returns the parameter count."""
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+    # transformers parses the file anew for configuration, tokenizer and weights, some ten seconds each time.
+    gguf.GGUFReader = functools.lru_cache(maxsize=1)(gguf.GGUFReader)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     config = read.config
     # What was read is no longer quantised; a config that says so would make loaders look for the GGUF file.
     del config.quantization_config
     config.dtype = "bfloat16"
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(read.state_dict())
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.load_state_dict(read.state_dict(), assign=True)
+    model.tie_weights()
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
