@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import shutil
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from actors import trainers
@@ -49,6 +51,10 @@ class History:
     checkpoint: step.CheckpointCommitted | None = None
     planned: dict[int, step.StepPlanned] = field(default_factory=dict)
     finished: dict[int, step.StepFinished] = field(default_factory=dict)
+    """Of the surviving lineage."""
+    highest_version: int = 0
+    raised: run.LineageRaised | None = None
+    """What this start of the trainer has appended."""
 
 
 async def read_history(events: EventLog) -> History:
@@ -63,8 +69,12 @@ async def read_history(events: EventLog) -> History:
                     history.planned[body.step] = body
                 case step.StepFinished() as body:
                     history.finished[body.step] = body
+                    history.highest_version = max(history.highest_version, body.version)
                 case run.LineageRaised() as body:
                     history.lineage = body.lineage
+                    history.highest_version = max(history.highest_version, body.first_version)
+                    for number in body.abandoned_steps:
+                        history.finished.pop(number, None)
     return history
 
 
@@ -148,7 +158,7 @@ class TrainerActor:
             await writer.append(run.AlarmRaised("fatal", "trainer", str(error)))
             raise
         for number in sorted(n for n in history.planned if n > self.step):
-            await self._execute(history.planned[number], writer)
+            await self._execute(history.planned[number], writer, history)
         fact = step.TrainerReady(
             self.incarnation, kind, self.step, self.version, await self._torch(self.trainer.digest),
             writer.clock.mono_s() - began_s, saved.path if saved is not None else "",
@@ -208,8 +218,8 @@ class TrainerActor:
                 raise
         self.unsaved[body.step] = delivery
 
-    async def _execute(self, plan: step.StepPlanned, writer: Writer) -> None:
-        """Train one planned step; used for the first execution and for re-execution alike."""
+    async def _execute(self, plan: step.StepPlanned, writer: Writer, history: History | None = None) -> None:
+        """Train one planned step. `history`: what the log says of it already, if this is a re-execution."""
         started_wall_s, began_s = time.time(), time.monotonic()
         samples = [sample for digest in plan.frame_digests for sample in await self._samples(digest)]
         before = self.version
@@ -218,12 +228,34 @@ class TrainerActor:
             return self.trainer.step(samples, step=plan.step, version=before, seed=plan.seed)
 
         result = await self._torch(work)
+        if history is not None:
+            plan, result = await self._compare(plan, result, history, writer)
         self.step, self.version = result.step, result.version
         fact = step.StepFinished(
             plan.lineage, result.step, result.version, result.digest, result.metrics, started_wall_s,
             time.monotonic() - began_s,
         )  # fmt: skip
         await writer.append(fact)
+
+    async def _compare(
+        self, plan: step.StepPlanned, result: StepResult, history: History, writer: Writer
+    ) -> tuple[step.StepPlanned, StepResult]:
+        """A re-executed step that gave other weights than recorded (an accelerator may) starts a new lineage: what was
+        recorded from here on is abandoned, and versions go on above every one that was ever published."""
+        recorded = history.finished.get(plan.step)
+        if history.raised is None and recorded is not None and recorded.digest != result.digest:
+            abandoned = tuple(sorted(n for n in history.finished if n >= plan.step))
+            first = max(history.highest_version, result.version) + 1
+            history.raised = run.LineageRaised(history.lineage + 1, abandoned, first)
+            log.warning("step %d gave other weights than recorded: lineage %d", plan.step, history.lineage + 1)
+            await writer.append(history.raised)
+            await self._torch(lambda: self.trainer.renumber(first))
+            result = dataclasses.replace(result, version=first)
+        lineage = history.lineage if history.raised is None else history.raised.lineage
+        if lineage != plan.lineage:
+            plan = msgspec.structs.replace(plan, lineage=lineage)
+            await writer.append(plan)
+        return plan, result
 
     async def _samples(self, digest: str) -> list[Sample]:
         """Those of one rollout: one for each leaf that trains."""

@@ -222,7 +222,10 @@ def _saga(state: RunState, mode: Mode, k: int) -> Iterable[Decision]:
             return
     if k not in state.finished:
         yield from _plan_handoff(state, k)
-        yield from tuple(_handoff(state, k, "training", sync=False)) or (_train(state, k),)
+        moves = tuple(_handoff(state, k, "training", sync=False))
+        yield from moves
+        if not moves and k not in state.planned:  # what was planned is executed again by the trainer itself
+            yield _train(state, k)
         return
     stale = _stale_engines(state)
     moves = tuple(_handoff(state, k, "rollout", sync=bool(stale)))

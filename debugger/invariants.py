@@ -287,7 +287,8 @@ class MemoryChangesHands(Invariant):
                 self.away.pop(body.engine_id, None)
             case step.TrainerReady():
                 self.away.pop("trainer", None)
-            case step.StepPlanned() if self.away.get("trainer"):
+            # Without a cause it is executed again by a process that has not said yet that it is up, all resident.
+            case step.StepPlanned() if event.envelope.cause is not None and self.away.get("trainer"):
                 yield f"step {body.step} began while the trainer's {sorted(self.away['trainer'])} were released"
             case engine.EngineResumed() if self.away.get(body.engine_id):
                 yield f"{body.engine_id} was resumed while its {sorted(self.away[body.engine_id])} were released"

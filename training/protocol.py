@@ -97,6 +97,10 @@ class TrainerProtocol(Protocol):
         """Version of the weights held now."""
         ...
 
+    def renumber(self, version: int) -> None:
+        """Call the weights held now `version`, higher than before: their number was given to others already."""
+        ...
+
     def step(self, samples: Sequence[Sample], *, step: int, version: int, seed: int) -> StepResult:
         """Train on a batch with weights of `version`; raises TrainerError and leaves the state as it was if the batch
         cannot be used."""

@@ -90,6 +90,9 @@ class MegatronTrainer:
 
     # --- stepping -----------------------------------------------------------------------------------------------
 
+    def renumber(self, version: int) -> None:
+        self._version = version
+
     def step(self, samples: Sequence[Sample], *, step: int, version: int, seed: int) -> StepResult:
         """See TrainerProtocol. `version` may run ahead of the last one known here, never back."""
         if version < self._version:

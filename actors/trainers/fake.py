@@ -58,6 +58,9 @@ class FakeTrainer:
     def version(self) -> int:
         return self._version
 
+    def renumber(self, version: int) -> None:
+        self._version = version
+
     def step(self, samples: Sequence[Sample], *, step: int, version: int, seed: int) -> StepResult:
         if not samples:
             raise TrainerError("a step needs at least one sample")

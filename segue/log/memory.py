@@ -134,6 +134,10 @@ class MemoryLog:
     async def tail(self) -> int:
         return len(self._entries)
 
+    def event(self, position: int) -> Recorded:
+        """The event at a position, for who shares the process with the log."""
+        return codec.decode(position, self._entries[position - 1])
+
     def _hand(self, target: str, pending: _Pending, consumer: str) -> Delivery:
         pending.consumer, pending.since_s = consumer, self._mono_s()
         pending.deliveries += 1

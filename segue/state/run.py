@@ -211,6 +211,14 @@ def _(s: RunState, b: run.CommandDeadLettered, e: Recorded) -> None:
     s.fatal = s.fatal or f"{b.target} gave up on command {b.command_position}: {b.reason}"
 
 
+@_on(run.LineageRaised)
+def _(s: RunState, b: run.LineageRaised, e: Recorded) -> None:
+    s.lineage = b.lineage
+    for number in b.abandoned_steps:
+        s.finished.pop(number, None)
+        s.checkpoints.pop(number, None)
+
+
 @_on(run.ServiceReady)
 def _(s: RunState, b: run.ServiceReady, e: Recorded) -> None:
     s.services[b.service] = b.url

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from simulated_run import SPECIES, SimulatedRun, simulated_config, tiny_model
 
+from actors import trainers
+from actors.trainers.fake import FakeTrainer
 from debugger.invariants import check
 from debugger.replay import replay
 from segue.blobs import BlobStore
-from segue.config.schema import Config
-from segue.events import Recorded, sample, step
+from segue.config.schema import Checkpoint, Config, Run
+from segue.events import Recorded, run, sample, step, weights
 from segue.testing.simulation import SimulatedLoop, simulate
-from segue.wire.sample import sample_from_frame
+from segue.wire.sample import Sample, sample_from_frame
+from training.protocol import StepResult, TrainerOptions
 
 EVERY = 23
 """Events between two kills of one kind in `make test`; `--every-event` kills at each."""
@@ -97,3 +103,52 @@ def test_whoever_dies_at_whatever_event_the_run_ends_the_same(
         assert result.samples == undisturbed.samples, told
         assert result.weights == undisturbed.weights, told
         assert replay(result.events).difference is None, told
+
+
+class InexactTrainer(FakeTrainer):
+    """Gives slightly other weights each time a process starts, as an accelerator may."""
+
+    starts = 0
+
+    def __init__(self, options: TrainerOptions) -> None:
+        super().__init__(options)
+        InexactTrainer.starts += 1
+        self.drift = np.float32(1e-3 * InexactTrainer.starts)
+
+    def step(self, samples: Sequence[Sample], *, step: int, version: int, seed: int) -> StepResult:
+        result = super().step(samples, step=step, version=version, seed=seed)
+        self._state = self._state + self.drift
+        return dataclasses.replace(result, digest=self.digest())
+
+
+def test_weights_that_come_out_otherwise_start_a_new_lineage(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainers, "create", lambda kind, options: InexactTrainer(options))
+    base = simulated_config(model)
+    config = msgspec.structs.replace(base, run=Run(name="sim", steps=4), checkpoint=Checkpoint(every=10))
+
+    async def main(loop: SimulatedLoop) -> list[Recorded]:
+        world = SimulatedRun.create(loop, tmp_path, config)
+        finished = 0
+
+        def on_event(position: int) -> None:
+            nonlocal finished
+            body = world.log.event(position).body
+            finished += isinstance(body, weights.WeightsSynced)
+            if isinstance(body, weights.WeightsSynced) and finished == 2:
+                world.kill("trainer")
+
+        world.on_event = on_event
+        world.start()
+        return await world.finished()
+
+    events = simulate(main)
+    (raised,) = [e.body for e in events if isinstance(e.body, run.LineageRaised)]
+    assert (raised.lineage, raised.abandoned_steps, raised.first_version) == (2, (1, 2), 3)
+    done = [(e.body.lineage, e.body.step, e.body.version) for e in events if isinstance(e.body, step.StepFinished)]
+    assert done == [(1, 1, 1), (1, 2, 2), (2, 1, 3), (2, 2, 4), (2, 3, 5), (2, 4, 6)]
+    synced = [e.body.version for e in events if isinstance(e.body, weights.WeightsSynced)]
+    assert synced == [1, 2, 4, 5, 6], "engines hold the surviving weights before they sample again"
+    assert check(events) == []
+    assert replay(events).difference is None

@@ -66,19 +66,6 @@ def assert_turns_complete(events: list[Recorded]) -> None:
     assert set(ends) <= sent
 
 
-def test_a_run_completes_and_leaves_nothing_behind(tmp_path: Path, model: Path) -> None:
-    with TrainProcess(tmp_path / "runs", arguments(tmp_path / "runs", model, steps=3)) as train:
-        assert train.wait(RUN_S) == 0, train.text()
-        assert train.survivors() == []
-        assert_trained_once(train.events(), 3)
-        assert_turns_complete(train.events())
-        summary = json.loads((train.folder / "summary.json").read_text())
-    assert summary["status"] == "completed"
-    assert summary["steps"] == 3
-    assert summary["restarts"] == 0
-    assert (train.folder / "reward.png").stat().st_size > 5_000
-
-
 def test_every_part_is_killed_in_turn_and_the_run_ends_with_the_same_steps(tmp_path: Path, model: Path) -> None:
     with TrainProcess(tmp_path / "runs", arguments(tmp_path / "runs", model, steps=7)) as train:
         marks = ["session_server", "-m controller", "actors.engines.fake", "ray::TrainerShell"]
@@ -94,22 +81,7 @@ def test_every_part_is_killed_in_turn_and_the_run_ends_with_the_same_steps(tmp_p
     assert restarted >= {"session-0", "controller", "engine-0", "trainer"}
 
 
-def test_a_killed_supervisor_leaves_nothing_running_and_resume_finishes(tmp_path: Path, model: Path) -> None:
-    runs = tmp_path / "runs"
-    with TrainProcess(runs, arguments(runs, model, steps=5)) as train:
-        train.until(steps_done(2), START_S)
-        train.kill_supervisor()
-        assert train.survivors(30.0) == []
-        before = len(train.events())
-    with TrainProcess(runs, ["--resume", str(train.folder)]) as resumed:
-        assert resumed.wait(RUN_S) == 0, resumed.text()
-        events = resumed.events()
-    assert len(events) > before
-    assert_trained_once(events, 5)
-    assert any(isinstance(e.body, run.RunResumed) and e.body.whole for e in events)
-
-
-def test_ctrl_c_stops_cleanly_and_resume_goes_on(tmp_path: Path, model: Path) -> None:
+def test_ctrl_c_then_a_killed_supervisor_and_each_resume_goes_on(tmp_path: Path, model: Path) -> None:
     runs = tmp_path / "runs"
     with TrainProcess(runs, arguments(runs, model, steps=4)) as train:
         train.until(steps_done(1), START_S)
@@ -118,5 +90,18 @@ def test_ctrl_c_stops_cleanly_and_resume_goes_on(tmp_path: Path, model: Path) ->
         assert train.survivors() == []
         assert "segue train --resume" in train.text()
     with TrainProcess(runs, ["--resume", str(train.folder)]) as resumed:
-        assert resumed.wait(RUN_S) == 0, resumed.text()
-        assert_trained_once(resumed.events(), 4)
+        resumed.until(steps_done(2), START_S)
+        resumed.kill_supervisor()
+        assert resumed.survivors(30.0) == []
+        before = len(resumed.events())
+    with TrainProcess(runs, ["--resume", str(train.folder)]) as last:
+        assert last.wait(RUN_S) == 0, last.text()
+        assert last.survivors() == []
+        events = last.events()
+    assert len(events) > before
+    assert_trained_once(events, 4)
+    assert_turns_complete(events)
+    assert sum(isinstance(e.body, run.RunResumed) and e.body.whole for e in events) == 2
+    summary = json.loads((train.folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("completed", 4)
+    assert (train.folder / "reward.png").stat().st_size > 5_000
