@@ -49,12 +49,12 @@ class BlobStore:
                 return digest
             try:
                 self._write(temporary, data)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                temporary.replace(target)
-                if self._fsync:
-                    _sync_folder(target.parent)
-            finally:
+                _move(temporary, target)
+            except BaseException:
                 temporary.unlink(missing_ok=True)
+                raise
+            if self._fsync:
+                _sync_folder(target.parent)
         except OSError as error:
             remedy = f"; free space under {self.root} and repeat" if error.errno in _NO_ROOM else ""
             raise BlobError(
@@ -123,6 +123,15 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
+
+
+def _move(source: Path, target: Path) -> None:
+    """Most folders are there already, and each call to the system costs as much as hashing the bytes."""
+    try:
+        source.replace(target)
+    except FileNotFoundError:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source.replace(target)
 
 
 def _sync_folder(path: Path) -> None:

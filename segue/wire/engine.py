@@ -12,9 +12,11 @@ of these raises EngineError here and never reaches a session.
 from __future__ import annotations
 
 import binascii
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -25,6 +27,8 @@ from segue.errors import CodecError, EngineError, EngineUnavailable
 from segue.wire.ids import encode_hook
 from segue.wire.mask import SamplingMask
 from segue.wire.rows import increment
+
+_pybase64: Any = importlib.import_module("pybase64") if importlib.util.find_spec("pybase64") else None
 
 GENERATE_PATH = "/generate"
 ABORT_PATH = "/abort_request"
@@ -312,7 +316,7 @@ def _rows(
     if routes is None:
         raise EngineError(f"request {request.rid} asks for routed experts of a model whose route shape is not known")
     try:
-        flat = np.frombuffer(binascii.a2b_base64(meta.routed_experts), "<i4")
+        flat = np.frombuffer(_base64(meta.routed_experts), "<i4")
     except ValueError as error:
         raise _broken(request, f"the route rows do not decode: {error}") from error
     if flat.size % (routes.layers * routes.top_k):
@@ -322,6 +326,15 @@ def _rows(
         return increment(rows, start=request.routed_experts_start_len, tokens=fed + 1)
     except CodecError as error:
         raise _broken(request, str(error)) from error
+
+
+def _base64(text: str) -> bytes:
+    """Half a megabyte a turn: pybase64, which comes with the engine, takes a twentieth of the standard library's time.
+    Raises ValueError."""
+    if _pybase64 is None:
+        return binascii.a2b_base64(text, strict_mode=True)
+    decoded: bytes = _pybase64.b64decode(text, validate=True)
+    return decoded
 
 
 def _mask(request: GenerateRequest, output_ids: list[int], meta: _Meta, finish: Finish) -> SamplingMask | None:
