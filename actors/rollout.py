@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from actors.commands import CommandStream
+from actors.device import dtype_of
 from actors.engines import EngineOptions, LaunchSpec, launch_spec
 from actors.engines.http import EngineControl
 from actors.engines.process import EngineProcess
@@ -99,7 +100,7 @@ class RolloutActor:
             host=host,
             port=free_port(host),
             device=config.engine.device,
-            dtype=config.model.dtype,
+            dtype=dtype_of(config),
             max_total_tokens=config.engine.max_total_tokens,
             max_running_requests=config.engine.max_running_requests,
             mem_fraction_static=config.engine.mem_fraction_static,
@@ -108,6 +109,7 @@ class RolloutActor:
             random_seed=config.run.seed,
             log_file=self.ctx.run_dir / "logs" / f"{self.engine_id}.engine.log",
             extra_args=self._extra_args(),
+            env=config.engine.env,
         )
 
     def _extra_args(self) -> tuple[str, ...]:

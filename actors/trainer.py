@@ -24,6 +24,7 @@ import torch
 
 from actors import trainers
 from actors.commands import CommandStream
+from actors.device import dtype_of
 from actors.engines.http import EngineControl
 from actors.residency import trainer_residency
 from segue.blobs import BlobStore
@@ -86,7 +87,7 @@ def trainer_options(config: Config) -> TrainerOptions:
     clip = {"clip_low": options.clip_low, "clip_high": options.clip_high}
     return TrainerOptions(
         model_path=Path(config.model.path),
-        dtype=config.model.dtype,
+        dtype=dtype_of(config),
         lr=options.lr,
         betas=(options.beta1, options.beta2),
         weight_decay=options.weight_decay,

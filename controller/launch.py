@@ -210,7 +210,7 @@ class _Keeper:
         host, _, port = endpoints.ray_address.rpartition(":")
         store = max(config.ray.object_store_mb * 1024 * 1024, RAY_STORE_FLOOR_BYTES)
         argv = (
-            str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--node-ip-address={host}",
+            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--node-ip-address={host}",
             f"--port={port}", f"--num-cpus={config.ray.num_cpus}", f"--object-store-memory={store}",
             f"--temp-dir={endpoints.ray_temp_dir}", "--include-dashboard=false", "--include-log-monitor=false",
             "--disable-usage-stats", "--log-color=false",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,8 @@ class EngineOptions:
 
     max_total_tokens: tokens of KV cache; on a CPU the engine's own choice is most of the machine's memory, so
     None means `sglang.CPU_KV_TOKENS` there. memory_saver: weights, KV cache and graphs can be given back (GPU only).
-    weight_version: number of the weights in model_path. extra_args: passed on as they are, last, so they win.
+    weight_version: number of the weights in model_path. extra_args: passed on as they are, last, so they win. env:
+    laid over the environment that the kind itself sets (PYTHONPATH, say, for an engine with a site of its own).
     """
 
     model_path: Path
@@ -34,6 +36,7 @@ class EngineOptions:
     random_seed: int | None = None
     weight_version: int = 0
     extra_args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def url(self) -> str:

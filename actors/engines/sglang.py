@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+from actors.device import on_accelerator
 from actors.engines.options import EngineOptions, LaunchSpec
 from actors.engines.sglang_cpu import CPU_SWITCH
 from segue.errors import ConfigError
@@ -20,18 +21,12 @@ CPU_KV_TOKENS = 32768
 
 def launch_spec(options: EngineOptions) -> LaunchSpec:
     """The command that starts SGLang; ConfigError for what the device cannot do or a folder that is no model."""
-    cpu = _on_cpu(options)
+    cpu = not on_accelerator(options.device)
     if cpu and options.memory_saver:
         raise ConfigError("memory_saver gives back GPU memory and cannot be had with device='cpu'; switch it off")
     argv = (sys.executable, "-m", "actors.engines.sglang_launch", *_common_args(options))
     argv += _cpu_args(options) if cpu else _gpu_args(options)
     return LaunchSpec((*argv, *options.extra_args), options.url, options.log_file, _environment(options, cpu))
-
-
-def _on_cpu(options: EngineOptions) -> bool:
-    if options.device != "auto":
-        return options.device == "cpu"
-    return not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists())
 
 
 def _common_args(options: EngineOptions) -> tuple[str, ...]:
@@ -73,7 +68,6 @@ def _gpu_args(options: EngineOptions) -> tuple[str, ...]:
 
 def _environment(options: EngineOptions, cpu: bool) -> dict[str, str]:
     env = {
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_model_modules(options.model_path)),
         # /health says that the server runs, paused or not; /health_generate (one token, >= 1 s) that it generates.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # Longer than any client keeps an idle connection, so that a turn never meets one closed under it.
@@ -85,7 +79,9 @@ def _environment(options: EngineOptions, cpu: bool) -> dict[str, str]:
     if cpu:
         # Two OpenMP threads spin against each other and against the HTTP process: ten times slower at one request.
         env |= {CPU_SWITCH: "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return env
+    if "PYTHONPATH" not in options.env:  # an engine with a site of its own: what is in it cannot be seen from here
+        env["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(unused_model_modules(options.model_path))
+    return env | dict(options.env)
 
 
 def unused_model_modules(model_path: Path) -> tuple[str, ...]:

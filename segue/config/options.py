@@ -28,8 +28,14 @@ class Option:
     def expected(self) -> str:
         """What a value must be, for people."""
         if get_origin(self.type) is Literal:
-            return "one of " + ", ".join(f'"{choice}"' for choice in get_args(self.type))
+            return _one_of(self.type)
+        if get_origin(self.type) is tuple and get_origin(get_args(self.type)[0]) is Literal:
+            return f"a list, each {_one_of(get_args(self.type)[0])}"
         return _EXPECTED[self.type]
+
+
+def _one_of(kind: object) -> str:
+    return "one of " + ", ".join(f'"{choice}"' for choice in get_args(kind))
 
 
 _EXPECTED: dict[object, str] = {

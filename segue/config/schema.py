@@ -35,8 +35,9 @@ class Model(Section, frozen=True):
     """Folder in Hugging Face layout (config.json, safetensors, tokenizer)."""
     prepare: tuple[str, ...] = ()
     """Command that makes `path` if it does not exist; runs once, before anything starts."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """On both sides. float32 on CPUs is truly on-policy: engine and trainer agree to about 1e-6."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """On both sides. auto: float32 on CPUs, which is truly on-policy (engine and trainer agree to about 1e-6), bfloat16
+    on accelerators, whose kernels have no other."""
     family: str = "auto"
     """Chat-template family of the session server; "auto" finds it from the tokenizer."""
     route_layers: int = -1
@@ -63,6 +64,9 @@ class Engine(Section, frozen=True):
     request_deadline_s: float = 120.0
     """One request part at the engine; longer means the engine is lost to it."""
     extra_args: tuple[str, ...] = ()
+    """Passed on to the engine's command as they are."""
+    env: dict[str, str] = {}
+    """Laid over the engine's environment; PYTHONPATH gives it a site of its own."""
     fake_token_s: float = 0.0
     """Seconds per token of the fake engine."""
 

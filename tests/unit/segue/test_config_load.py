@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from segue.config import Config, load_config, resolve
 from segue.config.arguments import add_config_arguments, config_from_arguments
+from segue.config.check import RESERVED_ENVIRONMENT
 from segue.config.load import build
 from segue.config.options import OPTIONS
 from segue.config.printing import print_config
@@ -167,7 +168,9 @@ def test_a_printed_configuration_explains_every_option_and_loads_back_equal(tmp_
         {},
         optional={
             "environment.baselines": st.dictionaries(st.text(), st.floats(-1e3, 1e3), max_size=2),
-            "environment.env": st.dictionaries(st.text(), st.text(), max_size=3),
+            "environment.env": st.dictionaries(
+                st.text().filter(lambda name: name not in RESERVED_ENVIRONMENT), st.text(), max_size=3
+            ),
             "environment.command": st.lists(st.text(), max_size=3).map(tuple),
             "run.seed": st.integers(0, 2**62),
             "trainer.lr": st.floats(0, 1e6),
