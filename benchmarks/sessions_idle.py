@@ -68,10 +68,13 @@ async def measure(
                 idle = await share_of_a_core([ours.pid, router], seconds)
     rows.append({"sessions": 0, "share_of_a_core": round(empty, 4)})
     rows.append({"sessions": steps[-1], "share_of_a_core": round(idle, 4)})
-    first, last = int(str(rows[0]["bytes_a_session"])), int(str(rows[len(steps) - 1]["bytes_a_session"]))
+    grown_mb = [float(str(row["grown_mb"])) for row in rows[: len(steps)]]
+    slopes = [
+        (grown_mb[n + 1] - grown_mb[n]) / (steps[n + 1] - steps[n]) for n in range(len(steps) - 1)
+    ]  # what is free in the process at the start is used up by the first
     return rows, {
         "idle_share_of_a_core": round(idle, 4), "idle_share_without_sessions": round(empty, 4),
-        "bytes_a_session_late_over_early": round(last / first, 3),
+        "slope_late_over_early": round(slopes[-1] / slopes[0], 3) if slopes[0] > 0 else 0.0,
     }  # fmt: skip
 
 
