@@ -70,10 +70,15 @@ class Lease(Struct, kw_only=True):
     deadline_wall_s: float
 
 
+MAX_REWARD = 3.4e38
+"""About the largest float32, as which rewards of turns travel."""
+RewardValue = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
+
+
 class Reward(_Body):
     """A reward, of the whole rollout or of one turn; idempotent by key."""
 
-    value: float
+    value: RewardValue
     key: Annotated[str, Meta(min_length=1)] = "reward"
     turn: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
 
@@ -81,8 +86,8 @@ class Reward(_Body):
 class Finish(_Body):
     """Ends a session; whoever says it again gets the first answer."""
 
-    reward: float | None = None
-    per_turn: list[float | None] | None = None
+    reward: RewardValue | None = None
+    per_turn: list[RewardValue | None] | None = None
     status: Annotated[str, Meta(min_length=1)] = "ok"
     metadata: dict[str, str] | None = None
 

@@ -1,6 +1,6 @@
 """What a connection may cost while nobody reads or writes at its other end.
 
-Invariants: at most `limit` connections are open; one whose client does not take what is written to it for `patience_s`
+Invariants: at most `limit` connections are open; one whose client does not take what is written to it for PATIENCE_S
 is broken off, whatever is being written; one that brings no whole request header for KEEPALIVE_S is closed. None of
 this touches the path of a request that flows.
 """
@@ -24,7 +24,6 @@ class Guard:
     """Counts connections. `refused`: those that were one too many; `broken`: those whose reader had stopped."""
 
     limit: int
-    patience_s: float = PATIENCE_S
     open: int = 0
     refused: int = 0
     broken: int = 0
@@ -58,7 +57,7 @@ class Connection(web.RequestHandler):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self._loop.call_later(self._guard.patience_s, self._break_off)
+        self._stalled = self._loop.call_later(PATIENCE_S, self._break_off)
 
     def resume_writing(self) -> None:
         self._flows()

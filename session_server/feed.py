@@ -79,7 +79,7 @@ class Feed:
         listener = Listener()
         self._listeners.setdefault(session_id, []).append(listener)
         try:
-            joined = self.position
+            joined = max(self.position, await self.log.tail())  # what is still on its way here is told from the log
             async for event in history(self.log, self.run_dir, after, joined, READ_LIMIT):
                 if after < event.position <= joined and session_of(event) == session_id:
                     yield event

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,17 @@ from segue.errors import CodecError, RequestError
 from segue.events.codec import Recorded, encode_body
 from segue.events.session import SessionOpened
 from session_server.assemble import total_reward
-from session_server.bodies import EventsQuery, Finish, Finished, Opened, OpenSession, Reward, SamplesQuery, SessionView
+from session_server.bodies import (
+    MAX_REWARD,
+    EventsQuery,
+    Finish,
+    Finished,
+    Opened,
+    OpenSession,
+    Reward,
+    SamplesQuery,
+    SessionView,
+)
 from session_server.dialect import parse_object
 from session_server.endings import FinishBody
 from session_server.forward import forward
@@ -141,6 +150,7 @@ def _turn_view(node: Node) -> dict[str, object]:
 
 
 async def reward(server: Server, request: web.Request, session: Session) -> web.StreamResponse:
+    """A reward of the whole rollout, or of one turn (`turn`, counted by commit from 0); one `key` is recorded once."""
     body = parse_object(await body_of(request))
     session = server.sessions.open_for_turns(session.session_id)
     key = body.get("key", "reward")
@@ -154,12 +164,14 @@ async def reward(server: Server, request: web.Request, session: Session) -> web.
 
 
 def _reward_value(value: object, param: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise invalid(f"'{param}' must be a finite number", param)
+    # Rewards of turns travel as float32; what does not fit would train as infinity.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
+        raise invalid(f"'{param}' must be a number that a float32 holds", param)
     return float(value)
 
 
 async def finish(server: Server, request: web.Request, session: Session) -> web.StreamResponse:
+    """End the session: its sample is put together and recorded once. Repeating it gives the same answer."""
     body = parse_finish(parse_object(await body_of(request) or b"{}"), len(session.graph.nodes))
     return tombstone_response(await server.endings.finish(session, body))
 
@@ -218,6 +230,7 @@ async def samples(server: Server, request: web.Request, session: Session) -> web
 
 
 async def delete(server: Server, request: web.Request, session: Session) -> web.StreamResponse:
+    """Give the session up: no sample, its group member fails, and a turn that is open is cancelled at the engine."""
     await server.endings.abandon(session, "deleted by its client")
     return web.Response(status=204)
 

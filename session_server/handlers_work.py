@@ -97,7 +97,8 @@ async def _open(server: Server, lease: RolloutReserved) -> web.Response:
         {
             "session_id": lease.session_id, "token": token, "base_url": base_url(server, lease.session_id),
             "rollout_id": lease.rollout_id, "purpose": lease.purpose, "group": lease.group, "member": lease.member,
-            "index": lease.group, "seed": lease.seed, "task": server.rows.row(lease.purpose, lease.group), "deadline_wall_s": lease.deadline_wall_s,
+            "index": lease.group, "seed": lease.seed, "task": server.rows.row(lease.purpose, lease.group),
+            "deadline_wall_s": lease.deadline_wall_s,
         }
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Chat messages as they come in, and when two of them count as the same.
 
-Invariant: `same(a, b)` is an equivalence: each mode compares one normal form. None, "" and [] are equal everywhere;
-a tool call's position index never counts.
+Each mode compares one normal form. None, "" and [] are equal everywhere; a tool call's position index never counts.
+What the policy said of its reasoning may be left out altogether when its message comes back: most clients cannot
+send it.
 """
 
 from __future__ import annotations
@@ -129,6 +130,10 @@ def _no_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
+def _without_reasoning(form: tuple[object, ...]) -> tuple[object, ...]:
+    return (*form[:2], "", *form[3:]) if len(form) > 2 else form
+
+
 class Message:
     """A message of the graph. Holds the last other spelling that a client used for it, so that the next comparison
     of the same history is one comparison of dicts."""
@@ -143,7 +148,8 @@ class Message:
     def same(self, other: ChatMessage) -> bool:
         if other == self.raw or (self._other is not None and other == self._other):
             return True
-        if normal_form(other, self._mode) != self.form:
+        form = normal_form(other, self._mode)
+        if form != self.form and ("reasoning_content" in other or form != _without_reasoning(self.form)):
             return False
         self._other = other
         return True

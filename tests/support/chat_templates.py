@@ -125,6 +125,7 @@ DEEPSEEK_R1 = (
     + """
 {%- for message in messages -%}
 {%- if message.role == 'user' -%}
+{%- set seen.results = 0 -%}
 {{ '<｜User｜>' ~ message.content }}
 {%- elif message.role == 'assistant' -%}
 {{ '<｜Assistant｜>' if not seen.results }}{{ message.content.split('</think>')[-1] }}

@@ -21,7 +21,7 @@ from aiohttp import web
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from segue.boot import Endpoints, RunContext
-from segue.config.schema import R3, Config, Engine, Model, Rollout, SessionServer
+from segue.config.schema import R3, Config, Engine, Model, Rollout
 from segue.events.base import Body
 from segue.events.engine import EngineResumed
 from segue.events.work import CloseAdmission, OpenAdmission
@@ -270,7 +270,8 @@ def rig_of(model: Path, tmp_path: Path) -> RigFactory:
     @contextlib.asynccontextmanager
     async def make(*engines: str, config: Config | None = None, servers: int = 1) -> AsyncIterator[Rig]:
         config = config or make_config(model)
-        config = msgspec.structs.replace(config, session_server=SessionServer(count=servers))
+        counted = msgspec.structs.replace(config.session_server, count=servers)
+        config = msgspec.structs.replace(config, session_server=counted)
         router = Router({f"engine-{index}": url for index, url in enumerate(engines)})
         app = web.Application()
         app.add_routes([web.post("/assign", router.assign), web.post("/release", router.release)])

@@ -60,9 +60,12 @@ async def test_the_blocking_client_speaks_it_too(rig_of, spelling):
         session = await rig.open()
 
         def talk():
-            with client_of(session, anthropic.Anthropic) as client, client.messages.stream(
-                model="any", max_tokens=50, messages=[{"role": "user", "content": "a"}]
-            ) as events:
+            with (
+                client_of(session, anthropic.Anthropic) as client,
+                client.messages.stream(
+                    model="any", max_tokens=50, messages=[{"role": "user", "content": "a"}]
+                ) as events,
+            ):
                 pieces = list(events.text_stream)
                 return pieces, events.get_final_message()
 

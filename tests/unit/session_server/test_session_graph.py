@@ -136,7 +136,10 @@ def test_token_turns_attach_to_the_longest_token_prefix(ids, cut):
     ("mode", "a", "b", "same"),
     [
         ("strict", {"content": "x", "refusal": None, "tool_calls": None}, {"content": "x"}, True),
-        ("strict", {"content": "x", "reasoning_content": "y"}, {"content": "x"}, False),
+        ("strict", {"content": "x", "reasoning_content": "y"}, {"content": "x"}, True),
+        ("strict", {"content": "x", "reasoning_content": "y"}, {"content": "x", "reasoning_content": "z"}, False),
+        ("strict", {"content": "x", "reasoning_content": "y"}, {"content": "x", "reasoning_content": ""}, False),
+        ("strict", {"content": "x"}, {"content": "x", "reasoning_content": "y"}, False),
         ("role_content", {"content": "x", "reasoning_content": "y"}, {"content": "x"}, True),
         ("strict", {"content": ""}, {"content": None}, True),
         ("strict", {"content": [{"type": "text", "text": "x"}]}, {"content": "x"}, True),
