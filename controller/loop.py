@@ -7,6 +7,7 @@ far has been read back, so that it never decides on a state older than its own d
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import logging
 from pathlib import Path
@@ -15,8 +16,10 @@ import msgspec
 
 from controller.decide import DECIDE_VERSION, Issue, decide
 from segue import boot
+from segue.blobs import BlobStore
+from segue.blobs.retention import Retention, collect
 from segue.boot import RunContext
-from segue.errors import FencedError
+from segue.errors import BlobError, FencedError
 from segue.events import run
 from segue.ids import EventId
 from segue.log import EventLog, Writer, open_log
@@ -25,6 +28,7 @@ from segue.state import RunState
 log = logging.getLogger("controller")
 READ_WAIT_S = 5.0
 READ_LIMIT = 1024
+COLLECT_EVERY_S = 300.0
 GATHER_S = 0.005
 """Pause between two reads: a decision may wait this long, and reading event by event costs more than deciding."""
 
@@ -47,6 +51,9 @@ class Loop:
         self.barrier = 0
         self.quiet_since_s = writer.clock.mono_s()
         self.alarmed = False
+        self.retention = Retention()
+        self.blobs = BlobStore(ctx.blob_dir) if ctx.config.retention.blobs_h else None
+        self.collected_s = writer.clock.mono_s()
 
     async def run(self) -> None:
         tail = await self.events.tail()
@@ -61,6 +68,7 @@ class Loop:
                 continue
             await self._act()
             await self._watch_for_stall(grown)
+            await self._collect()
             await self.writer.clock.sleep(GATHER_S)
         log.info("run %s: %s", self.state.run_id, self.state.stopped)
 
@@ -68,6 +76,8 @@ class Loop:
         batch = await self.events.read(self.state.position, limit=READ_LIMIT, wait_s=wait_s)
         for event in batch:
             self.state.apply(event)
+            if self.blobs is not None:
+                self.retention.apply(event)
             self.last = event.id
         return bool(batch)
 
@@ -99,6 +109,20 @@ class Loop:
                 pending.append(self.writer.submit(decision.fact, cause=self.last))
         for done in pending:
             self.barrier = max(self.barrier, (await done).position)
+
+    async def _collect(self) -> None:
+        """Remove blobs that nobody needs any more, now and then."""
+        now = self.writer.clock.mono_s()
+        if self.blobs is None or now - self.collected_s < COLLECT_EVERY_S:
+            return
+        self.collected_s = now
+        keep_s, wall_s = self.ctx.config.retention.blobs_h * 3600.0, self.writer.clock.wall_s()
+        try:
+            freed = await asyncio.to_thread(collect, self.retention, self.blobs, wall_s, keep_s)
+        except BlobError as error:
+            log.warning("%s", error)
+        else:
+            log.info("%d bytes of blobs removed that nobody needed for %g h", freed, keep_s / 3600.0)
 
     async def _watch_for_stall(self, grown: bool) -> None:
         now = self.writer.clock.mono_s()

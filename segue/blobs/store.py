@@ -46,6 +46,7 @@ class BlobStore:
         temporary = self._incoming / f"{digest[:16]}-{secrets.token_hex(8)}"
         try:
             if _size(target) == len(data):
+                os.utime(target)  # written again: `discard` must not take it for old
                 return digest
             try:
                 self._write(temporary, data)
@@ -89,6 +90,20 @@ class BlobStore:
         if bulk.inline is not None and hashlib.sha256(data).hexdigest() != bulk.digest:
             raise BlobError(f"inline blob {bulk.digest} is damaged: its bytes do not hash to its digest")
         return data
+
+    def discard(self, digest: str, *, written_before_wall_s: float) -> int:
+        """Remove a blob unless it was written since; returns the bytes that became free, 0 if it stayed."""
+        path = self.path(digest)
+        try:
+            found = path.stat()
+            if found.st_mtime >= written_before_wall_s:
+                return 0
+            path.unlink()
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            raise BlobError(f"blob {path} cannot be removed: {os.strerror(error.errno or 0)}") from error
+        return found.st_size
 
     async def put_async(self, data: bytes) -> str:
         """`put`, off the event loop where it would hold it."""

@@ -44,7 +44,7 @@ AT_LEAST: dict[str, float] = {
     "router.health_interval_s": 0.05,
     "environment.workers": 1, "environment.concurrency": 1,
     "evaluation.every": 0, "evaluation.groups": 0, "evaluation.group_size": 1, "evaluation.temperature": 0,
-    "evaluation.stop_at": 0, "offload.device_gib": 0, "offload.host_gib": 0,
+    "evaluation.stop_at": 0, "retention.blobs_h": 0, "offload.device_gib": 0, "offload.host_gib": 0,
     "checkpoint.every": 1, "checkpoint.keep": 1,
     "weights.bucket_bytes": 1, "weights.deadline_s": 1,
     "ray.num_cpus": 1, "ray.object_store_mb": 76,

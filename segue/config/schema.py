@@ -221,6 +221,13 @@ class Checkpoint(Section, frozen=True):
     keep: int = 2
 
 
+class Retention(Section, frozen=True):
+    """What a run that stays up for weeks need not keep."""
+
+    blobs_h: float = 0.0
+    """Hours that bulk bytes are kept after nothing of the run needs them (the debugger shows them); 0: for ever."""
+
+
 class Weights(Section, frozen=True):
     transport: Literal["tensor", "disk"] = "tensor"
     bucket_bytes: int = 512 * 1024 * 1024
@@ -252,5 +259,6 @@ class Config(Section, frozen=True):
     data: Data = Data()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
+    retention: Retention = Retention()
     weights: Weights = Weights()
     ray: RayOptions = RayOptions()
