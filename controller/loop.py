@@ -10,7 +10,10 @@ import argparse
 import asyncio
 import hashlib
 import logging
+from collections import deque
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
@@ -21,6 +24,8 @@ from segue.blobs.retention import Retention, collect
 from segue.boot import RunContext
 from segue.errors import BlobError, FencedError
 from segue.events import run
+from segue.events.codec import Recorded
+from segue.events.step import EvaluationFinished, StepFinished
 from segue.ids import EventId
 from segue.log import EventLog, Writer, open_log
 from segue.state import RunState
@@ -29,8 +34,41 @@ log = logging.getLogger("controller")
 READ_WAIT_S = 5.0
 READ_LIMIT = 1024
 COLLECT_EVERY_S = 300.0
+SLOW_FACTOR = 5.0
+"""A step that takes this many times the usual is worth an alarm."""
 GATHER_S = 0.005
 """Pause between two reads: a decision may wait this long, and reading event by event costs more than deciding."""
+
+
+class Pace:
+    """How long a step usually takes, from finish to finish, and whether this one takes much longer."""
+
+    def __init__(self) -> None:
+        self._finished_wall_s: deque[float] = deque(maxlen=9)
+        self._told = False
+
+    def apply(self, event: Recorded) -> None:
+        match event.body:
+            case StepFinished():
+                self._finished_wall_s.append(event.envelope.wall_s)
+                self._told = False
+            case run.RunResumed() | EvaluationFinished():  # the time before belongs to something else
+                self._finished_wall_s.clear()
+
+    @property
+    def usual_s(self) -> float:
+        """Median over the last steps, 0 while there are too few."""
+        times = list(self._finished_wall_s)
+        return median(b - a for a, b in pairwise(times)) if len(times) > 3 else 0.0
+
+    def late_s(self, now_wall_s: float, at_least_s: float) -> float:
+        """Seconds since the last step, once, if that is SLOW_FACTOR times the usual and `at_least_s`; else 0."""
+        usual_s = self.usual_s
+        if self._told or not usual_s:
+            return 0.0
+        since_s = now_wall_s - self._finished_wall_s[-1]
+        self._told = since_s > max(at_least_s, SLOW_FACTOR * usual_s)
+        return since_s if self._told else 0.0
 
 
 async def main(ctx: RunContext) -> None:
@@ -51,6 +89,7 @@ class Loop:
         self.barrier = 0
         self.quiet_since_s = writer.clock.mono_s()
         self.alarmed = False
+        self.pace = Pace()
         self.retention = Retention()
         self.blobs = BlobStore(ctx.blob_dir) if ctx.config.retention.blobs_h else None
         self.collected_s = writer.clock.mono_s()
@@ -68,6 +107,7 @@ class Loop:
                 continue
             await self._act()
             await self._watch_for_stall(grown)
+            await self._watch_the_pace()
             await self._collect()
             await self.writer.clock.sleep(GATHER_S)
         log.info("run %s: %s", self.state.run_id, self.state.stopped)
@@ -76,6 +116,7 @@ class Loop:
         batch = await self.events.read(self.state.position, limit=READ_LIMIT, wait_s=wait_s)
         for event in batch:
             self.state.apply(event)
+            self.pace.apply(event)
             if self.blobs is not None:
                 self.retention.apply(event)
             self.last = event.id
@@ -109,6 +150,15 @@ class Loop:
                 pending.append(self.writer.submit(decision.fact, cause=self.last))
         for done in pending:
             self.barrier = max(self.barrier, (await done).position)
+
+    async def _watch_the_pace(self) -> None:
+        late_s = self.pace.late_s(self.writer.clock.wall_s(), self.ctx.config.run.stall_s)
+        if late_s:
+            detail = (
+                f"no step for {late_s:.0f} s, {late_s / self.pace.usual_s:.0f} times the usual; "
+                "`segue status --why` shows who waits for whom"
+            )
+            await self.writer.append(run.AlarmRaised("slow", "run", detail))
 
     async def _collect(self) -> None:
         """Remove blobs that nobody needs any more, now and then."""

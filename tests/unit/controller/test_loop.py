@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from controller.loop import Loop
+import msgspec
+
+from controller.loop import Loop, Pace
 from segue.boot import Endpoints, RunContext
 from segue.config.schema import Config
-from segue.events import run
+from segue.events import Recorded, codec, run, step
+from segue.events.base import Body, Envelope
+from segue.ids import EventId
 from segue.log import MemoryLog, Writer
 
 
@@ -44,3 +48,33 @@ async def test_a_restart_knows_whether_it_alone_is_new() -> None:
     await start(log, "second")
     resumed = [e.body for e in await log.read(0) if isinstance(e.body, run.RunResumed)]
     assert [(body.whole, body.restart) for body in resumed] == [(False, 1), (True, 2)]
+
+
+def test_a_step_that_takes_much_longer_than_usual_is_told_once() -> None:
+    pace = Pace()
+    for number in range(6):
+        pace.apply(at(100.0 * number, step.StepFinished(1, number + 1, number + 1, "d", {}, 0.0, 0.0)))
+    assert pace.usual_s == 100.0
+    assert pace.late_s(500.0 + 499.0, 300.0) == 0.0
+    assert pace.late_s(500.0 + 501.0, 600.0) == 0.0, "run.stall_s is the least"
+    assert pace.late_s(500.0 + 601.0, 600.0) == 601.0
+    assert pace.late_s(500.0 + 700.0, 600.0) == 0.0, "told already"
+    pace.apply(at(1300.0, step.StepFinished(1, 7, 7, "d", {}, 0.0, 0.0)))
+    assert pace.late_s(1300.0 + 601.0, 600.0) == 601.0
+
+
+def test_too_few_steps_have_no_usual_time_and_a_resume_begins_anew() -> None:
+    pace = Pace()
+    for number in range(3):
+        pace.apply(at(10.0 * number, step.StepFinished(1, number + 1, number + 1, "d", {}, 0.0, 0.0)))
+    assert pace.late_s(1e6, 1.0) == 0.0
+    pace.apply(at(40.0, step.StepFinished(1, 4, 4, "d", {}, 0.0, 0.0)))
+    assert pace.usual_s == 10.0
+    pace.apply(at(41.0, run.RunResumed("r", "{}", "d", 2, 1, 1, True)))
+    assert pace.late_s(1e6, 1.0) == 0.0
+
+
+def at(wall_s: float, body: Body) -> Recorded:
+    raw = msgspec.Raw(codec.encode_body(body))
+    identity = EventId("r", "p", 1, 1)
+    return Recorded(1, Envelope(identity, body.SPEC.name, body.SPEC.version, wall_s, 0.0, raw), body)
