@@ -109,7 +109,8 @@ class Asks:
         whole = min(session.opened.token_budget, self.config.engine.context_length - 1)
         room = whole - prompt_tokens
         if room < 1:
-            message = f"the prompt has {prompt_tokens} tokens, prompt and answer together may have {whole}"
+            # In the words by which clients know that a conversation is full.
+            message = f"this model's maximum context length is {whole} tokens, the prompt has {prompt_tokens}"
             raise RequestError(400, "context_length_exceeded", message, "messages")
         most = min(self.config.rollout.max_turn_tokens, room)
         return min(sampling.max_new_tokens or most, most)
