@@ -87,6 +87,14 @@ def test_a_draining_engine_is_not_admitted_until_it_was_loaded_again() -> None:
     assert admitted(folded(started("e0"), drain, synced(1, "e0"))) == ["e0"]
 
 
+def test_a_drain_that_is_over_is_not_begun_again_by_hearing_of_it_twice() -> None:
+    """The router carries the command out before it reads it back from the log."""
+    drain, done = engine.DrainEngine(engine_id="e0", drain=1), engine.EngineDrained(engine_id="e0", drain=1)
+    assert folded(started("e0"), drain, done, drain).engines["e0"].drained
+    again = folded(started("e0"), drain, done, engine.DrainEngine(engine_id="e0", drain=2)).engines["e0"]
+    assert (again.drain, again.drained) == (2, False)
+
+
 def test_affinity_survives_a_restart_of_the_router_because_turns_tell_it() -> None:
     state = folded(started("e0"), started("e1"), turn_started("s", "e0"), turn_started("s", "e1"))
     assert state.assigned == {"s": "e1"}
