@@ -76,9 +76,9 @@ class RouterState:
                 if one := self.engines.get(engine_id):
                     one.paused = isinstance(body, engine.EnginePaused)
             case engine.DrainEngine(engine_id=engine_id, drain=drain):
-                if one := self.engines.get(engine_id):
-                    if one.drain != drain:  # told twice, by the command and by the log: the second says nothing new
-                        one.drain, one.drained = drain, False
+                # Told twice, by the command and by the log: the second time says nothing new.
+                if (one := self.engines.get(engine_id)) and one.drain != drain:
+                    one.drain, one.drained = drain, False
             case engine.EngineDrained(engine_id=engine_id, drain=drain):
                 if (one := self.engines.get(engine_id)) and one.drain == drain:
                     one.drained = True
