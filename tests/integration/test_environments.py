@@ -24,9 +24,11 @@ def python_of(name: str) -> Path:
     uv = str(private) if private.is_file() else shutil.which("uv")
     assert uv, "uv is needed for the environment's own packages: `make setup` fetches it"
     environment = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(target)}
+    if pip_cert := environment.get("PIP_CERT"):  # as deploy/setup.sh: what pip was told of a proxy is meant for uv too
+        environment.setdefault("SSL_CERT_FILE", pip_cert)
     subprocess.run(
         [uv, "sync", "--frozen", "--compile-bytecode", "--python", "3.12", "--project", str(HOME / name)],
-        cwd=ROOT, check=True, capture_output=True, timeout=600, env=environment,
+        cwd=ROOT, check=True, timeout=600, env=environment,
     )  # fmt: skip
     return target / "bin" / "python"
 
